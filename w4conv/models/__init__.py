@@ -1,0 +1,1 @@
+"""Model families: config.json -> ModelSpec. One file a family; no arithmetic on weights."""

@@ -1,0 +1,1 @@
+"""Checkpoints: `open_source(path)` recognises what a path holds."""
