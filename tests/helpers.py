@@ -1,0 +1,202 @@
+"""Small checkpoints written to disk, for tests. Names, shapes and files are spelled out here, not taken from w4conv."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+Array = npt.NDArray[np.generic]
+SAFETENSORS_WORDS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I64": "int64", "I32": "int32"}
+BOS, EOS = "<s>", "</s>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def data_dir(*parts: str) -> Path:
+    """A folder or file of the shared test data; skips the test where it is absent."""
+    root = Path(os.environ.get("W4CONV_TEST_DATA", Path(__file__).parents[1] / "../shared/data")).resolve()
+    path = root.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"test data {path} is absent (set W4CONV_TEST_DATA)")
+    return path
+
+
+def bf16_bits(values: Array) -> npt.NDArray[np.uint16]:
+    """BF16 bits (uint16) of finite values, rounded half to even."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def as_dtype(values: Array, dtype: str) -> Array:
+    """float32 values as what a source returns for `dtype`: float16, uint16 with BF16 bits, or float32."""
+    if dtype == "BF16":
+        return bf16_bits(values)
+    return values.astype({"F16": np.float16, "F32": np.float32}[dtype])
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, Array]]) -> None:
+    """Write {name: (dtype word such as "BF16", array)} with the safetensors package."""
+    data = {
+        name: {"dtype": SAFETENSORS_WORDS[dtype], "shape": list(array.shape), "data": np.ascontiguousarray(array).tobytes()}
+        for name, (dtype, array) in tensors.items()
+    }
+    path.write_bytes(safetensors.serialize(data, {"format": "pt"}))
+
+
+def tiny_tokenizer(vocab_size: int = 300) -> Tokenizer:
+    """Byte-level BPE: 256 bytes, `<s>` (256) and `</s>` (257), then merges while they fit in `vocab_size` (>= 258)."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(symbols)} | {BOS: 256, EOS: 257}
+    merges: list[tuple[str, str]] = []
+    for word in ("the", "Ġthe", "and", "Ġand", "Ġof", "ing", "Ġto", "Ġin", "er", "Ġis", "Ġa"):
+        left = word[0]
+        for right in word[1:]:
+            if left + right not in vocab and len(vocab) < vocab_size:
+                vocab[left + right] = len(vocab)
+                merges.append((left, right))
+            left += right
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 256)])
+    tokenizer.add_special_tokens([AddedToken(BOS, normalized=False), AddedToken(EOS, normalized=False)])
+    return tokenizer
+
+
+def llama_tensors(
+    *,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    tied: bool,
+    biases: Sequence[str],
+    seed: int,
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random float32 weights of a Llama-shaped model under their Hugging Face names."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> npt.NDArray[np.float32]:
+        return (rng.standard_normal(shape) * 0.1).astype(np.float32)
+
+    out = {"model.embed_tokens.weight": normal(vocab, hidden)}
+    for i in range(layers):
+        linears = {
+            "self_attn.q_proj": (heads * head_dim, hidden),
+            "self_attn.k_proj": (kv_heads * head_dim, hidden),
+            "self_attn.v_proj": (kv_heads * head_dim, hidden),
+            "self_attn.o_proj": (hidden, heads * head_dim),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            out[f"model.layers.{i}.{part}.weight"] = 1 + normal(hidden)
+        for module, shape in linears.items():
+            out[f"model.layers.{i}.{module}.weight"] = normal(*shape)
+            if module.rsplit(".", 1)[1] in biases:
+                out[f"model.layers.{i}.{module}.bias"] = normal(shape[0])
+    out["model.norm.weight"] = 1 + normal(hidden)
+    if not tied:
+        out["lm_head.weight"] = normal(vocab, hidden)
+    return out
+
+
+def make_llama_dir(
+    directory: Path,
+    *,
+    dtype: str = "F16",
+    architecture: str = "LlamaForCausalLM",
+    hidden: int = 64,
+    inner: int = 96,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    vocab: int = 300,
+    tied: bool = False,
+    biases: Sequence[str] | None = None,
+    shards: int = 1,
+    config: Mapping[str, object] | None = None,
+    tokenizer: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Write a tiny Hugging Face directory with random weights; returns `directory`, made if absent.
+
+    dtype: "F16", "BF16" or "F32". architecture: LlamaForCausalLM, MistralForCausalLM or Qwen2ForCausalLM.
+    head_dim: written to config.json only when given. biases: modules that have one ("q_proj", ...; default: q, k, v
+    for Qwen2, else none). shards: files that the tensors are spread over. config: keys to add or replace; None deletes.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    if biases is None:
+        biases = ("q_proj", "k_proj", "v_proj") if qwen2 else ()
+    settings: dict[str, object] = {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "torch_dtype": {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[dtype],
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    }
+    if head_dim is not None:
+        settings["head_dim"] = head_dim
+    if architecture == "LlamaForCausalLM":
+        settings |= {"attention_bias": "q_proj" in biases, "mlp_bias": "up_proj" in biases}
+    if architecture == "MistralForCausalLM":
+        settings["sliding_window"] = None
+    for key, value in (config or {}).items():
+        settings[key] = value
+        if value is None and key != "sliding_window":
+            del settings[key]
+    (directory / "config.json").write_text(json.dumps(settings, indent=2))
+    generation = {"bos_token_id": 256, "eos_token_id": [257]}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+
+    weights = llama_tensors(
+        hidden=hidden, inner=inner, layers=layers, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads, vocab=vocab, tied=tied, biases=biases, seed=seed,
+    )  # fmt: skip
+    stored = {name: (dtype, as_dtype(values, dtype)) for name, values in weights.items()}
+    if shards == 1:
+        write_safetensors(directory / "model.safetensors", stored)
+    else:
+        names = list(stored)
+        weight_map = {}
+        for i in range(shards):
+            file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+            mine = names[i * len(names) // shards : (i + 1) * len(names) // shards]
+            write_safetensors(directory / file, {name: stored[name] for name in mine})
+            weight_map |= dict.fromkeys(mine, file)
+        index = {"metadata": {"total_size": sum(a.nbytes for _, a in stored.values())}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    if tokenizer:
+        tiny_tokenizer(vocab).save(str(directory / "tokenizer.json"))
+        words = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True}
+        (directory / "tokenizer_config.json").write_text(json.dumps(words))
+        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
