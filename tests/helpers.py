@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-import safetensors
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 Array = npt.NDArray[np.generic]
-SAFETENSORS_WORDS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I64": "int64", "I32": "int32"}
 BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -45,12 +43,16 @@ def as_dtype(values: Array, dtype: str) -> Array:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, Array]]) -> None:
-    """Write {name: (dtype word such as "BF16", array)} with the safetensors package."""
-    data = {
-        name: {"dtype": SAFETENSORS_WORDS[dtype], "shape": list(array.shape), "data": np.ascontiguousarray(array).tobytes()}
-        for name, (dtype, array) in tensors.items()
-    }
-    path.write_bytes(safetensors.serialize(data, {"format": "pt"}))
+    """Write {name: (dtype word such as "BF16", array)} as one safetensors file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, array) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = b"".join(np.ascontiguousarray(array).tobytes() for _, array in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def tiny_tokenizer(vocab_size: int = 300) -> Tokenizer:
