@@ -1,0 +1,91 @@
+"""Chat templates: rules, limits, errors. The comparison with transformers is in tests/differential."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from w4conv.errors import InputError
+from w4conv.runtime import chat
+from w4conv.runtime.chat import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "Hi <b>&</b>"}]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def render(source: str, **variables: object) -> str:
+    return ChatTemplate(source).render(MESSAGES, special_tokens=TOKENS, **variables)  # type: ignore[arg-type]  # variables
+
+
+def test_blocks_are_trimmed_and_text_is_not_escaped() -> None:
+    source = "{{ bos_token }}\n  {% for m in messages %}\n  {{ m.content }}{{ eos_token }}\n  {% endfor %}\nend"
+    assert render(source) == "<s>\n  Hi <b>&</b></s>\nend"
+
+
+def test_loop_controls_generation_tag_and_json() -> None:
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{% generation %}{{ messages[0].role }}{% endgeneration %}!") == "user!"
+    assert render("{{ {'k': ['é', '<']} | tojson }}") == '{"k": ["é", "<"]}'
+    assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 2,\n "b": 1\n}'
+
+
+def test_strftime_now_and_user_variables() -> None:
+    assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
+    assert render("{{ enable_thinking }}{{ add_generation_prompt }}", enable_thinking=False) == "FalseTrue"
+
+
+def test_precedence_of_the_sources() -> None:
+    config = {"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}
+    blobs = {"tokenizer_config.json": json.dumps(config).encode()}
+
+    def text(b: dict[str, bytes], *, tools: bool = False) -> str:
+        return ChatTemplate.from_blobs(b, tools=tools).render([], special_tokens={})
+
+    assert text(blobs) == "D"
+    assert text(blobs, tools=True) == "T"
+    assert text(blobs | {"chat_template.jinja": b"J"}) == "J"
+    assert text({"tokenizer_config.json": b'{"chat_template": "S"}'}, tools=True) == "S"
+    with pytest.raises(InputError, match="no chat template"):
+        ChatTemplate.from_blobs({"tokenizer_config.json": b"{}"})
+    with pytest.raises(InputError, match="UTF-8"):
+        ChatTemplate.from_blobs({"chat_template.jinja": b"\xff"})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{% for %}", "cannot be compiled"),
+        ("{{ messages[0].content + 1 }}", "failed (TypeError)"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed (SecurityError)"),
+        ("{{ messages.append(1) }}", "failed (SecurityError)"),
+        ("{% include '/etc/passwd' %}", "failed (TypeError)"),
+    ],
+)
+def test_templates_that_fail_or_reach_out(source: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'abcdefgh' * 1000 }}{% endfor %}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * 'x' }}",
+        "{{ 2 ** 100000000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_templates_that_would_not_end(source: str) -> None:
+    with pytest.raises(InputError, match=r"failed \((LimitError|OverflowError|RecursionError)\)"):
+        render(source)
+
+
+def test_too_large_a_template_is_refused() -> None:
+    with pytest.raises(InputError, match="limit"):
+        ChatTemplate("x" * (chat.MAX_TEMPLATE_BYTES + 1))

@@ -1,0 +1,76 @@
+"""Sampler: one token id out of one row of logits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.errors import UsageError
+
+F64Array = npt.NDArray[np.float64]
+
+
+class Sampler:
+    """Greedy at temperature 0 (the first of equal maxima); else a draw, the same for the same seed and logits.
+
+    The steps of a draw, in this order, each on what the one before left: softmax of logits / temperature; the `top_k`
+    most probable tokens (0: all); the fewest tokens whose share reaches `top_p`; tokens with at least `min_p` times the
+    largest probability. Of equal probabilities the lower token id counts as the larger. A draw takes one number of
+    numpy's PCG64.
+    """
+
+    def __init__(
+        self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+    ) -> None:
+        """Raises UsageError for values out of range."""
+        _require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "0 (greedy) or more")
+        _require(top_k >= 0, "top-k", top_k, "0 (off) or more")
+        _require(0 < top_p <= 1, "top-p", top_p, "above 0 and at most 1 (off)")
+        _require(0 <= min_p <= 1, "min-p", min_p, "0 (off) to 1")
+        _require(seed >= 0, "seed", seed, "0 or more")
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def __call__(self, logits: npt.NDArray[np.float32]) -> int:
+        """logits: (vocab_size,) float32. Returns a token id."""
+        if self.temperature == 0:
+            return int(np.argmax(logits))
+        p = self.probabilities(logits)
+        kept = np.flatnonzero(p)
+        cumulative = np.cumsum(p[kept])
+        place = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return int(kept[min(place, len(kept) - 1)])
+
+    def probabilities(self, logits: npt.NDArray[np.float32]) -> F64Array:
+        """(vocab_size,) float64 that a draw uses: zero where a filter took the token out; the rest sums to 1."""
+        x = logits.astype(np.float64)
+        p: F64Array = np.exp((x - x.max()) / self.temperature)
+        p /= p.sum()
+        if 0 < self.top_k < len(p):
+            p = _keep_largest(p, self.top_k)
+        if self.top_p < 1:
+            descending = np.sort(p)[::-1]
+            reached = np.cumsum(descending) >= self.top_p * p.sum()
+            p = _keep_largest(p, int(np.argmax(reached)) + 1 if reached.any() else len(p))
+        if self.min_p > 0:
+            p = np.where(p >= self.min_p * p.max(), p, 0.0)
+        p /= p.sum()
+        return p
+
+
+def _keep_largest(p: F64Array, n: int) -> F64Array:
+    """`p` with all but its n largest entries set to zero; of equal ones the first are kept."""
+    if n >= len(p):
+        return p
+    threshold = np.partition(p, len(p) - n)[len(p) - n]
+    out = np.where(p > threshold, p, 0.0)
+    ties = np.flatnonzero(p == threshold)[: n - np.count_nonzero(p > threshold)]
+    out[ties] = threshold
+    return out
+
+
+def _require(holds: bool, name: str, value: float, expected: str) -> None:
+    if not holds:
+        raise UsageError(f"{name} is {value}; it must be {expected}")
