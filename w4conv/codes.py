@@ -1,21 +1,21 @@
 """The coded form of a tensor, in numpy: `formats/w4-codes.md` put into code.
 
-Layout first. A matrix of N rows and K columns is cut into tiles of 16 rows. A tile is a run of lines of 64 bytes; a line
-is 16 little-endian dwords, one a row; a dword holds the next `columns_per_dword` columns of its row:
+Layout first. A matrix of N rows and K columns is cut into tiles of 16 rows. A tile is a run of lines of 64 bytes; a
+line is 16 little-endian dwords, one a row; a dword holds the next `columns_per_dword` columns of its row:
 
     int4   8 columns: byte i (0..3) = code[k+i] | code[k+4+i] << 4
     int8   4 columns: byte i = code[k+i], two's complement
     f16    2 columns, bf16 likewise; f32 1 column
 
-Rows are padded to 16, columns to a whole dword. Tensors of rank 0 and 1 are stored plain; tensors of rank 3 and more are
-a stack of matrices, each padded by itself. Scales and zero points are arrays [matrix][tile][group][16 rows].
+Rows are padded to 16, columns to a whole dword. Tensors of rank 0 and 1 are stored plain; tensors of rank 3 and more
+are a stack of matrices, each padded by itself. Scales and zero points are arrays [matrix][tile][group][16 rows].
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,11 @@ Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
 
 INT4_PAD: Final = 8  # the code of zero
-SCALE_DTYPES: Final = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
-VALUE_DTYPES: Final = {"f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4")}
+MAX_ZERO_POINT: Final = 15
+SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
+VALUE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {**SCALE_DTYPES, "bf16": np.dtype("<u2")}
 
-# 16-entry codebooks, code 0 first; every entry is exact in float32.
+# 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
 NF4: Final = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -38,6 +39,12 @@ NF4: Final = (
 _FP4_MAGNITUDES: Final = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
 CODEBOOKS: Final = {"nf4": np.array(NF4, np.float32), "fp4": np.array(FP4, np.float32)}
+_PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
+
+
+def pad_code(scheme: QuantScheme) -> int:
+    """The code, or bits of the value, in padding rows and columns (w4-codes 3.5)."""
+    return _PAD_CODES.get(scheme.kind, 0)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -93,11 +100,11 @@ def _pad(a: Array, columns_per_dword: int, fill: int) -> Array:
 def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
     """Codes or values (n_matrices, n_rows, n_columns) -> tiled dwords (n_matrices, n_tiles, n_lines, 16).
 
-    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 takes int8, float kinds take float16, uint16 (bf16) or float32.
+    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 takes int8, float kinds take float16, uint16 (bf16) or
+    float32.
     """
-    fill = INT4_PAD if scheme.kind in ("int4", "int4z") else 0
     if scheme.bits == 4:
-        c = _pad(codes, 8, fill).astype(np.uint8)
+        c = _pad(codes, 8, pad_code(scheme)).astype(np.uint8)
         n_matrices, n_rows, n_columns = c.shape
         halves = c.reshape(n_matrices, n_rows, n_columns // 8, 2, 4)
         packed = halves[..., 0, :] | halves[..., 1, :] << 4  # (n_matrices, n_rows, n_lines, 4) u8
@@ -113,7 +120,7 @@ def unpack(scheme: QuantScheme, tiles: npt.NDArray[np.uint32], n_rows: int, n_co
     if scheme.bits == 4:
         packed = dwords.astype("<u4")[..., None].view(np.uint8)  # (n_matrices, n_rows, n_lines, 4)
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
-        return codes.reshape(*dwords.shape[:2], -1)[:, :n_rows, :n_columns]
+        return codes.reshape(*dwords.shape[:2], 8 * dwords.shape[2])[:, :n_rows, :n_columns]
     dtype = np.dtype("i1") if scheme.kind == "int8" else VALUE_DTYPES[scheme.kind]
     return dwords.astype("<u4", copy=False).view(dtype)[:, :n_rows, :n_columns]
 
@@ -122,7 +129,7 @@ def pack_rows(per_row: Array) -> Array:
     """Scales or zero points (n_matrices, n_rows, n_groups) -> (n_matrices, n_tiles, n_groups, 16), padding zero."""
     n_matrices, n_rows, n_groups = per_row.shape
     padded = np.pad(per_row, ((0, 0), (0, -n_rows % TILE_ROWS), (0, 0)))
-    tiles = padded.reshape(n_matrices, -1, TILE_ROWS, n_groups).transpose(0, 1, 3, 2)
+    tiles = padded.reshape(n_matrices, n_tiles(n_rows), TILE_ROWS, n_groups).transpose(0, 1, 3, 2)
     return np.ascontiguousarray(tiles)
 
 
@@ -134,7 +141,7 @@ def unpack_rows(tiles: Array, n_rows: int) -> Array:
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(bits.astype(np.uint32) << 16, np.uint32).view(np.float32)
 
 
 def f32_to_bf16(values: F32Array) -> npt.NDArray[np.uint16]:
@@ -156,16 +163,17 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
             values = raw.view(VALUE_DTYPES[scheme.kind]).reshape(shape)
         else:
             values = unpack(scheme, _tiles(scheme, shape, raw), shape[-2], shape[-1]).reshape(shape)
-        return bf16_to_f32(values) if scheme.kind == "bf16" else values.astype(np.float32)  # type: ignore[arg-type]  # u2 by VALUE_DTYPES
+        return bf16_to_f32(values.astype(np.uint16)) if scheme.kind == "bf16" else values.astype(np.float32)
     n_matrices, n_rows, n_columns = matrix_shape(shape)
     codes = unpack(scheme, _tiles(scheme, shape, np.ascontiguousarray(parts["codes"])), n_rows, n_columns)
     tiled = (n_matrices, n_tiles(n_rows), scheme.n_groups(n_columns), TILE_ROWS)
 
-    def per_column(part: str, dtype: np.dtype[np.generic]) -> F32Array:
+    def per_column(part: str, dtype: np.dtype[Any]) -> F32Array:
         rows = unpack_rows(np.ascontiguousarray(parts[part]).view(dtype).reshape(tiled), n_rows)
         return np.repeat(rows.astype(np.float32), scheme.group_size or n_columns, axis=2)[..., :n_columns]
 
     scales = per_column("scales", SCALE_DTYPES[scheme.scale_dtype])
+    levels: F32Array
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
     elif scheme.kind == "int4z":
@@ -174,7 +182,9 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
         levels = codes.astype(np.float32) - np.float32(INT4_PAD)
     else:
         levels = codes.astype(np.float32)
-    return (levels * scales).reshape(shape)
+    with np.errstate(over="ignore", invalid="ignore"):  # the scales of a file not verified may be anything
+        levels *= scales
+    return levels.reshape(shape)
 
 
 def _tiles(scheme: QuantScheme, shape: Sequence[int], raw: Array) -> npt.NDArray[np.uint32]:

@@ -1,1 +1,23 @@
-""""""
+"""The `.w4` file: plan, write, open and check it (`formats/w4-container.md`)."""
+
+from w4conv.container.layout import Part, TensorInfo, TensorPlan
+from w4conv.container.plan import Layout, plan
+from w4conv.container.reader import Container, ContainerHeader, open_container, read_header
+from w4conv.container.target import STDOUT, check_target, open_target
+from w4conv.container.writer import Writer
+
+__all__ = [
+    "STDOUT",
+    "Container",
+    "ContainerHeader",
+    "Layout",
+    "Part",
+    "TensorInfo",
+    "TensorPlan",
+    "Writer",
+    "check_target",
+    "open_container",
+    "open_target",
+    "plan",
+    "read_header",
+]

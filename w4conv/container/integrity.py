@@ -1,0 +1,91 @@
+"""Check the data section byte by byte: digests, padding, and what codes and scales may be (w4-container 7.2)."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes
+from w4conv.container.layout import PART_ALIGNMENT, Part, TensorInfo, digest, round_up
+from w4conv.errors import FormatError
+from w4conv.progress import Progress, Silent
+from w4conv.scheme import TILE_ROWS
+
+if TYPE_CHECKING:
+    from w4conv.container.reader import Container
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def check_data(container: Container, progress: Progress | None = None) -> None:
+    """Raise FormatError naming the first part in file order that is wrong. Parts are hashed by several threads."""
+    progress = progress or Silent()
+    parts = container.named_parts()
+    progress.start(sum(part.nbytes for _, part, _ in parts))
+
+    def check(entry: tuple[str, Part, TensorInfo | None]) -> None:
+        what, part, tensor = entry
+        try:
+            _check_part(container, part, tensor)
+        except _WrongError as error:
+            raise FormatError(f"{container.path}: {what}: {error}", clause=error.clause) from None
+
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        for (what, part, _), _ in zip(parts, pool.map(check, parts), strict=True):
+            progress.advance(part.nbytes, what)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _WrongError(Exception):
+    def __init__(self, clause: str, message: str) -> None:
+        super().__init__(message)
+        self.clause = clause
+
+
+def _check_part(container: Container, part: Part, tensor: TensorInfo | None) -> None:
+    raw = container.bytes_of(part)
+    if digest(raw.data) != container.part_digests[part.index]:
+        raise _WrongError("5.1", "its bytes do not match its digest; the file is damaged. Fetch or convert it again")
+    if container.bytes_of(Part("gap", part.end, round_up(part.end, PART_ALIGNMENT) - part.end, 0)).any():
+        raise _WrongError("4.3", "the bytes after it are not zero")
+    if tensor is None or len(tensor.shape) < 2 or not raw.size:
+        return
+    if part.kind in ("codes", "values"):
+        _check_code_padding(tensor, raw)
+    else:
+        _check_per_group(tensor, part.kind, raw)
+
+
+def _check_code_padding(tensor: TensorInfo, raw: Bytes) -> None:
+    n_matrices, n_rows, n_columns = codes.matrix_shape(tensor.shape)
+    per_dword = tensor.scheme.columns_per_dword
+    n_lines = -(-n_columns // per_dword)
+    tiles = raw.view("<u4").reshape(n_matrices, codes.n_tiles(n_rows), n_lines, TILE_ROWS)
+    beyond_rows = codes.unpack(tensor.scheme, tiles[:, -1:], TILE_ROWS, n_lines * per_dword)
+    beyond_columns = codes.unpack(tensor.scheme, tiles[:, :, -1:], tiles.shape[1] * TILE_ROWS, per_dword)
+    first_row, first_column = (n_rows - 1) % TILE_ROWS + 1, (n_columns - 1) % per_dword + 1
+    for padding in (beyond_rows[:, first_row:], beyond_columns[..., first_column:]):
+        bits = padding.view(f"u{padding.itemsize}")  # so that -0.0 is not 0
+        if (bits != codes.pad_code(tensor.scheme)).any():
+            raise _WrongError("4.5", "padding rows or columns do not hold the padding code")
+
+
+def _check_per_group(tensor: TensorInfo, kind: str, raw: Bytes) -> None:
+    n_matrices, n_rows, n_columns = codes.matrix_shape(tensor.shape)
+    dtype: np.dtype[Any] = np.dtype("u1")
+    if kind == "scales":
+        dtype = codes.SCALE_DTYPES[tensor.scheme.scale_dtype]
+    groups = raw.view(dtype).reshape(n_matrices, codes.n_tiles(n_rows), tensor.scheme.n_groups(n_columns), TILE_ROWS)
+    if kind == "zero_points" and groups.max() > codes.MAX_ZERO_POINT:
+        raise _WrongError("4.6", f"a zero point is {groups.max()}, at most {codes.MAX_ZERO_POINT}")
+    if kind == "scales" and not np.isfinite(groups).all():
+        raise _WrongError("4.6", "a scale is NaN or infinite")
+    padding = groups[:, -1, :, (n_rows - 1) % TILE_ROWS + 1 :]
+    if padding.view(f"u{padding.itemsize}").any():
+        raise _WrongError("4.5", "scales or zero points of padding rows are not zero")

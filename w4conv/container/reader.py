@@ -1,0 +1,188 @@
+"""Open a `.w4` file: check its structure at once, map it, hand out its parts in place."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes
+from w4conv.container import validate
+from w4conv.container.integrity import check_data
+from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, Header, Part, TensorInfo, digest
+from w4conv.errors import FormatError, InputError
+from w4conv.progress import Progress
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerHeader:
+    """What stands before the weights: enough to inspect a container without having it whole."""
+
+    tensors: Mapping[str, TensorInfo]
+    blobs: Mapping[str, bytes]
+    provenance: Mapping[str, Any]
+    file_nbytes: int
+
+
+def read_header(stream: BinaryIO, *, where: str = "standard input") -> ContainerHeader:
+    """Header, index and blobs from a stream that need not seek; reads no further than the last blob.
+
+    Raises FormatError. The digests of the blobs stand at the end of the file and so are not checked.
+    """
+    raw = _read(stream, HEADER_NBYTES)
+    head = validate.header(raw, where=where)
+    index_raw = _read(stream, head.index_nbytes)
+    if len(index_raw) < head.index_nbytes:
+        raise FormatError(f"{where}: ends inside the index. Fetch it again", clause="2.5")
+    index = validate.index(index_raw, head, where=where)
+    position = HEADER_NBYTES + len(index_raw)
+    blobs = {}
+    for name, part in index.blobs.items():
+        gap, data = _read(stream, part.offset - position), _read(stream, part.nbytes)
+        if any(gap):
+            raise FormatError(f"{where}: the bytes before blob {name!r} are not zero", clause="4.3")
+        if len(data) < part.nbytes:
+            raise FormatError(f"{where}: ends inside blob {name!r}. Fetch it again", clause="2.5")
+        blobs[name] = data
+        position = part.end
+    return ContainerHeader(index.tensors, blobs, index.provenance, head.file_nbytes)
+
+
+def _read(stream: BinaryIO, n: int) -> bytes:
+    """`n` bytes, or fewer at the end of the stream; never allocates more than arrived plus one block."""
+    blocks = []
+    while n and (block := stream.read(min(n, 1 << 20))):
+        blocks.append(block)
+        n -= len(block)
+    return b"".join(blocks)
+
+
+def open_container(path: str | os.PathLike[str]) -> Container:
+    """Map a `.w4` file; everything that w4-container 7.1 asks is checked, no weight is read.
+
+    Raises InputError when it cannot be read, FormatError when it breaks the format.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError(f"{path}: not a regular file, so it cannot be mapped. Save it to a file first")
+            head = validate.header(file.read(HEADER_NBYTES), where=str(path))
+            if status.st_size != head.file_nbytes:
+                change = "cut short" if status.st_size < head.file_nbytes else "appended to"
+                raise FormatError(
+                    f"{path}: has {status.st_size:,} bytes, its header says {head.file_nbytes:,}: "
+                    f"it was {change}. Fetch or convert it again",
+                    clause="2.5",
+                )
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except IsADirectoryError:
+        raise InputError(f"{path}: a directory, expected a .w4 file") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    return Container(path, np.frombuffer(mapping, np.uint8), head)
+
+
+class Container:
+    """A mapped `.w4` file.
+
+    path, file_nbytes, provenance: as named. tensors: name -> TensorInfo in file order. blobs: name -> bytes, the digest
+    checked at each access. digest: hexadecimal, identifies the conversion. source_digests: hexadecimal, one for each
+    file of provenance["source"]["files"].
+
+    Pages come from the file when they are touched. The file must not be shortened while it is open.
+    """
+
+    def __init__(self, path: Path, mapped: Bytes, head: Header) -> None:
+        where = str(path)
+        index = validate.index(mapped[HEADER_NBYTES : HEADER_NBYTES + head.index_nbytes].tobytes(), head, where=where)
+        if mapped[HEADER_NBYTES + head.index_nbytes : head.data_offset].any():
+            raise FormatError(f"{path}: the bytes between index and data are not zero", clause="4.1")
+        trailer = mapped[head.data_end :].tobytes()
+        header_digest = mapped[HEADER_NBYTES - DIGEST_NBYTES : HEADER_NBYTES].tobytes()
+        if digest(header_digest + trailer[:-DIGEST_NBYTES]) != trailer[-DIGEST_NBYTES:]:
+            raise FormatError(f"{path}: the trailer does not match its digest; fetch or convert it again", clause="5.3")
+        digests = [trailer[i : i + DIGEST_NBYTES] for i in range(0, len(trailer), DIGEST_NBYTES)]
+        self.path = path
+        self.file_nbytes = head.file_nbytes
+        self.tensors = MappingProxyType(index.tensors)
+        self.blobs: Mapping[str, bytes] = _Blobs(self, index.blobs)
+        self._blob_parts = index.blobs
+        self.provenance = index.provenance
+        self.digest = digests[-1].hex()
+        self.source_digests = tuple(d.hex() for d in digests[head.n_parts : -1])
+        self.part_digests = tuple(digests[: head.n_parts])
+        self._mapped: Bytes | None = mapped
+
+    def __enter__(self) -> Container:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the mapping go; views handed out keep it alive as long as they live."""
+        self._mapped = None
+
+    def bytes_of(self, part: Part) -> Bytes:
+        """The bytes of a part in place, read-only."""
+        if self._mapped is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._mapped[part.offset : part.end]
+
+    def part(self, name: str, kind: str) -> Bytes:
+        """A part of a tensor in place: a read-only uint8 view of the mapping. Raises KeyError when there is none."""
+        for part in self.tensors[name].parts:
+            if part.kind == kind:
+                return self.bytes_of(part)
+        raise KeyError(f"{name} has no {kind}; it has {', '.join(p.kind for p in self.tensors[name].parts)}")
+
+    def dequantize(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a tensor, float32 of its original shape (w4-codes 5). Raises KeyError for an unknown name."""
+        info = self.tensors[name]
+        return codes.dequantize(info.scheme, info.shape, {part.kind: self.bytes_of(part) for part in info.parts})
+
+    def check(self, progress: Progress | None = None) -> None:
+        """Check every byte: all digests, all padding, all codes and scales (w4-container 7.2).
+
+        Raises FormatError naming the first part in file order that is wrong.
+        """
+        check_data(self, progress)
+
+    def named_parts(self) -> list[tuple[str, Part, TensorInfo | None]]:
+        """(what it is, part, its tensor or None for a blob), in file order."""
+        blobs = [(f"blob {name}", part, None) for name, part in self._blob_parts.items()]
+        tensors = [(f"{t.name}: {part.kind}", part, t) for t in self.tensors.values() for part in t.parts]
+        return [*blobs, *tensors]
+
+
+class _Blobs(Mapping[str, bytes]):
+    """Blobs read from the mapping when asked for."""
+
+    def __init__(self, container: Container, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+        self._container = container
+
+    def __getitem__(self, name: str) -> bytes:
+        part = self._parts[name]
+        data = self._container.bytes_of(part).tobytes()
+        if digest(data) != self._container.part_digests[part.index]:
+            raise FormatError(f"{self._container.path}: blob {name!r} does not match its digest", clause="5.1")
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)

@@ -1,0 +1,99 @@
+"""Write a planned `.w4` file in one pass, never seeking: a pipe gets the same bytes as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from w4conv.container.layout import DATA_ALIGNMENT, DIGEST_NBYTES, PART_ALIGNMENT, Part, digest
+from w4conv.container.plan import Layout
+
+Block = bytes | npt.NDArray[np.generic]
+
+
+class Sink(Protocol):
+    """Where bytes go: any binary stream whose `write` takes all it is given."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+class Writer:
+    """Takes the parts of a layout in file order, each in blocks of any size; the gaps between them it fills itself.
+
+    Creating it writes header, index and blobs; `finish` writes the trailer. Raises ValueError when a block belongs to
+    another part than the one due, is too long, or a part is missing at the end: faults of the caller, never of data.
+    """
+
+    def __init__(self, sink: Sink, layout: Layout) -> None:
+        self._sink = sink
+        self._layout = layout
+        self._position = 0
+        self._digests: list[bytes] = []
+        self._due: Iterator[tuple[str, Part]] = iter(layout.parts())
+        head = layout.header.pack()
+        self._header_digest = head[-DIGEST_NBYTES:]
+        # w4-container 1.1: header, index, zeros, blobs
+        self._write(head + layout.index)
+        self._pad_to(DATA_ALIGNMENT)
+        for part, data in layout.blobs:
+            self._pad_to(PART_ALIGNMENT)
+            assert self._position == part.offset
+            self._write(data)
+            self._digests.append(digest(data))
+        self._next_part()
+
+    def write(self, name: str, kind: str, block: Block) -> None:
+        """Append a block to a part of a tensor; `name` and `kind` have to be those of the part that is due."""
+        if self._part is None or (name, kind) != (self._name, self._part.kind):
+            due = "the end" if self._part is None else f"{self._name} {self._part.kind}"
+            raise ValueError(f"{name} {kind} was written while {due} is due")
+        view = (
+            memoryview(block) if isinstance(block, bytes) else np.ascontiguousarray(block).reshape(-1).view("u1").data
+        )
+        excess = self._position + len(view) - self._part.end
+        if excess > 0:
+            raise ValueError(f"{name} {kind}: {excess} bytes too many")
+        self._write(view)
+        self._hash.update(view)
+        if self._position == self._part.end:
+            self._digests.append(self._hash.digest())
+            self._next_part()
+
+    def finish(self, source_digests: Iterable[bytes]) -> str:
+        """Write the trailer (w4-container 5); returns the conversion digest in hexadecimal.
+
+        source_digests: BLAKE3-256 of each file that the provenance lists, in its order.
+        """
+        if self._part is not None:
+            missing = self._part.end - max(self._position, self._part.offset)
+            raise ValueError(f"{self._name} {self._part.kind}: {missing} bytes are missing")
+        sources = list(source_digests)
+        if len(sources) != self._layout.header.n_sources:
+            raise ValueError(f"{len(sources)} source digests, the layout has {self._layout.header.n_sources}")
+        self._pad_to(PART_ALIGNMENT)
+        digests = b"".join([*self._digests, *sources])
+        conversion = digest(self._header_digest + digests)
+        self._write(digests + conversion)
+        assert self._position == self._layout.file_nbytes
+        return conversion.hex()
+
+    def _next_part(self) -> None:
+        """Make the next part with bytes the one that is due; empty ones need no writing."""
+        self._part: Part | None = None
+        for name, part in self._due:
+            if part.nbytes:
+                self._name, self._part, self._hash = name, part, blake3()
+                self._pad_to(PART_ALIGNMENT)
+                return
+            self._digests.append(digest(b""))
+
+    def _pad_to(self, alignment: int) -> None:
+        self._write(bytes(-self._position % alignment))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._sink.write(data)
+        self._position += len(data)
