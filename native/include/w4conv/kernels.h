@@ -1,0 +1,134 @@
+// Kernels: one table of function pointers a tier; every tier computes the same bits (docs/numerics.md).
+//
+// Shapes: M tokens x N rows x K columns. A weight matrix is stored in tiles of 16 rows (formats/w4-codes.md):
+//   line  = 16 dwords, one a row;  tile = consecutive lines;  scales [tile][group][16].
+// Rows of float buffers ("padded rows") are multiples of 16 floats long; what lies past their end is zero.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace w4conv {
+
+constexpr int kTileRows = 16;
+constexpr int kBlock = 128;       // columns that share an activation scale, at most
+constexpr int kTokenGroup = 12;   // tokens interleaved for the GEMM
+constexpr int kKeyTile = 16;      // keys stored together in the K cache
+constexpr int kKeyBlock = 64;     // keys between two updates of the running softmax
+
+constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+enum class Kind : uint8_t { kInt4, kInt8, kF16, kBf16, kF32 };
+constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
+constexpr int columns_per_dword(Kind kind) {
+  return kind == Kind::kInt4 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
+}
+
+struct Matrix {
+  Kind kind = Kind::kF32;
+  int64_t n_rows = 0, n_columns = 0;
+  int64_t group_size = 0;             // columns that share a weight scale; n_columns for whole rows; 0 for floats
+  const uint32_t* lines = nullptr;    // [tile][n_lines][16]
+  const uint16_t* scales = nullptr;   // [tile][n_groups][16] FP16; null for floats
+
+  int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }
+  int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
+  int64_t n_groups() const { return is_float(kind) ? 0 : (n_columns + group_size - 1) / group_size; }
+  int64_t nbytes() const { return n_tiles() * kTileRows * (n_lines() * 4 + n_groups() * 2); }
+  // Columns of an activation block: the weight group, or kBlock where that is smaller.
+  int64_t block() const { return group_size < kBlock ? group_size : kBlock; }
+};
+
+// M activation rows made ready for a product. Tokens are interleaved in groups of kTokenGroup (the last group holds what
+// is left): dword (or float) p of token t of group g lies at g * kTokenGroup * stride + p * tokens_in_group + t.
+//
+// Integer form: dword p = a pair of int16. Of 8 columns k.. the pairs are (0,2) (4,6) (1,3) (5,7), the order in which
+// masks and shifts bring out the nibbles of a line. stride = pairs a token = padded columns / 2.
+struct IntActivations {
+  int64_t n_tokens = 0, n_columns = 0, block = 0;
+  uint32_t* pairs = nullptr;     // stride: pad_to(n_columns, 8) / 2
+  float* scales = nullptr;       // stride: n_blocks
+  int32_t* neg8_sums = nullptr;  // -8 * sum of a block's codes; stride: n_blocks
+  int64_t n_pairs() const { return pad_to(n_columns, 8) / 2; }
+  int64_t n_blocks() const { return (n_columns + block - 1) / block; }
+};
+// Float form: the float32 values themselves; stride = n_padded(), zeros past n_columns.
+struct FloatActivations {
+  int64_t n_tokens = 0, n_columns = 0;
+  float* values = nullptr;
+  int64_t n_padded() const { return pad_to(n_columns, 8); }
+};
+
+// One layer's keys and values. keys [kv_head][key tile][head_dim][16], values [kv_head][key][pad_to(head_dim, 16)].
+// Elements are FP16, or float32 when wide.
+struct KvCache {
+  int64_t n_kv_heads = 0, head_dim = 0, capacity = 0;  // capacity: a multiple of kKeyBlock
+  bool wide = false;
+  void* keys = nullptr;
+  void* values = nullptr;
+  int64_t value_stride() const { return pad_to(head_dim, 16); }
+};
+
+enum class Dtype : uint8_t { kF16, kBf16, kF32 };
+constexpr int64_t dtype_nbytes(Dtype d) { return d == Dtype::kF32 ? 4 : 2; }
+
+// Why a row could not be coded.
+enum class Bad : uint8_t { kNone, kNan, kInfinite, kScale, kValue };
+struct TileStatus {
+  Bad bad = Bad::kNone;
+  int32_t row = 0;       // within the tile
+  int64_t column = 0;
+  int64_t n_underflowed = 0;  // groups of nonzero values whose FP16 scale is zero
+};
+
+struct Kernels {
+  const char* name;
+
+  // Products, for tiles [tile_begin, tile_end) and all tokens: y[m * ldy + row] = sum_k w[row, k] * x[m, k].
+  // Padding rows are written too (as zeros). scratch: kScratchBytes, aligned to 64.
+  void (*matmul_int)(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile_begin, int64_t tile_end,
+                     void* scratch);
+  void (*matmul_float)(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile_begin,
+                       int64_t tile_end, void* scratch);
+
+  // Put the padded row x (n_columns) of token m into its place.
+  void (*prepare_int)(const float* x, int64_t m, const IntActivations& out);
+  void (*prepare_float)(const float* x, int64_t m, const FloatActivations& out);
+
+  // out = x * rsqrt(mean(x^2) + eps) * weight; padded rows.
+  void (*rmsnorm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  // out = silu(gate) * up; padded rows.
+  void (*swiglu)(const float* gate, const float* up, int64_t n, float* out);
+
+  // Store one token's key and value rows (n_kv_heads * head_dim floats each) at `position`.
+  void (*store_kv)(const KvCache& cache, int64_t position, const float* key, const float* value);
+  // All query heads of one KV head: q and out hold n_group * head_dim floats. Keys first..position are seen.
+  // scratch: attention_scratch(n_group, head_dim) floats, aligned to 64.
+  void (*attention)(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position, float scale,
+                    const float* q, float* out, float* scratch);
+
+  // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart.
+  // row_scratch: n_columns + 16 floats, byte_scratch: n_columns + 16 bytes.
+  TileStatus (*quantize_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
+                              int64_t group_size, uint32_t* lines, uint16_t* scales, float* row_scratch,
+                              int8_t* byte_scratch);
+  TileStatus (*pack_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
+                          uint32_t* lines, float* row_scratch, uint8_t* byte_scratch);
+
+  // Whether the dot product of this tier is the one its name promises; for the test that a forced tier really ran.
+  const char* (*dot_name)();
+};
+
+// Unpacked weights of one block: kBlock columns x 2 tiles, int16 or float32.
+constexpr size_t kScratchBytes = size_t{kBlock} * 2 * kTileRows * 4;
+
+constexpr int64_t attention_scratch(int64_t n_group, int64_t head_dim) {
+  return n_group * (pad_to(head_dim, 16) + kKeyBlock + 2 * kTileRows);
+}
+
+// The tables that this build holds, lowest tier first; dispatch.cpp chooses.
+extern const Kernels kScalarKernels;
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512VnniKernels;
+
+}  // namespace w4conv

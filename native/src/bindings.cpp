@@ -1,0 +1,244 @@
+// The Python face of the kernels and the engine: shapes are checked here, the code behind trusts them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "engine/convert.h"
+#include "engine/model.h"
+#include "w4conv/cpu.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace w4conv {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using MutableFloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+Kind kind_of(const std::string& name) {
+  if (name == "int4") return Kind::kInt4;
+  if (name == "int8") return Kind::kInt8;
+  if (name == "f16") return Kind::kF16;
+  if (name == "bf16") return Kind::kBf16;
+  if (name == "f32") return Kind::kF32;
+  throw std::invalid_argument("no kernels for scheme " + name);
+}
+
+Dtype dtype_of(const std::string& name) {
+  if (name == "F16") return Dtype::kF16;
+  if (name == "BF16") return Dtype::kBf16;
+  if (name == "F32") return Dtype::kF32;
+  throw std::invalid_argument("no such dtype: " + name);
+}
+
+const char* reason_of(Bad bad) {
+  switch (bad) {
+    case Bad::kNan: return "NaN";
+    case Bad::kInfinite: return "infinity";
+    case Bad::kScale: return "a scale beyond FP16";
+    case Bad::kValue: return "a value beyond the range of its new type";
+    default: return "";
+  }
+}
+
+// Shape of a matrix whose parts are these bytes; throws when they do not fit.
+Matrix matrix_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size, const uint8_t* lines,
+                 size_t lines_nbytes, const uint8_t* scales, size_t scales_nbytes) {
+  Matrix w;
+  w.kind = kind_of(kind);
+  require(n_rows > 0 && n_columns > 0 && n_rows < (int64_t{1} << 31) && n_columns < (int64_t{1} << 31), "empty or huge matrix");
+  w.n_rows = n_rows;
+  w.n_columns = n_columns;
+  if (!is_float(w.kind)) {
+    w.group_size = group_size == 0 ? n_columns : group_size;
+    require(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256,
+            "group size is not one of 32, 64, 128, 256, 0");
+  }
+  const auto rows = static_cast<size_t>(w.n_tiles() * kTileRows);
+  require(lines_nbytes == rows * static_cast<size_t>(w.n_lines()) * 4, "codes: wrong number of bytes");
+  require(scales_nbytes == rows * static_cast<size_t>(w.n_groups()) * 2, "scales: wrong number of bytes");
+  require(reinterpret_cast<uintptr_t>(lines) % 4 == 0 && reinterpret_cast<uintptr_t>(scales) % 2 == 0, "unaligned part");
+  w.lines = reinterpret_cast<const uint32_t*>(lines);
+  w.scales = reinterpret_cast<const uint16_t*>(scales);
+  return w;
+}
+
+std::vector<float> padded_copy(const Floats& values) {
+  std::vector<float> out(static_cast<size_t>(pad_to(static_cast<int64_t>(values.size()), kTileRows)), 0.0f);
+  std::copy_n(values.data(), values.size(), out.begin());
+  return out;
+}
+
+std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Bytes& values, const std::string& dtype,
+                                                           int64_t n_rows, int64_t n_columns, const std::string& kind,
+                                                           int64_t group_size, const MutableBytes& codes,
+                                                           const MutableBytes& scales) {
+  const Matrix w = matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
+  const Dtype d = dtype_of(dtype);
+  require(values.size() == static_cast<size_t>(n_rows) * static_cast<size_t>(n_columns * dtype_nbytes(d)),
+          "values: wrong number of bytes");
+  const Kernels& k = kernels();
+  BlockStatus s;
+  {
+    const nb::gil_scoped_release release;
+    s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size,
+                      reinterpret_cast<uint32_t*>(codes.data()), reinterpret_cast<uint16_t*>(scales.data()));
+  }
+  return {reason_of(s.bad), s.row, s.column, s.n_underflowed};
+}
+
+void matmul(Pool& pool, const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size, const Bytes& codes,
+            const Bytes& scales, const FloatRows& x, const MutableFloatRows& y) {
+  const Matrix w = matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
+  const auto n = static_cast<int64_t>(x.shape(0)), width = static_cast<int64_t>(x.shape(1));
+  require(width == pad_to(n_columns, kTileRows), "x: rows are not padded to 16");
+  require(n > 0 && static_cast<int64_t>(y.shape(0)) == n, "y: wrong number of rows");
+  require(static_cast<int64_t>(y.shape(1)) == w.n_tiles() * kTileRows, "y: rows are not padded to 16");
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  Inputs inputs;
+  inputs.plan(n, n_columns, {&w});
+  for (int64_t m = 0; m < n; m++) inputs.put(k, x.data() + m * width, m);
+  Buffer scratch;
+  scratch.reserve(kScratchBytes * static_cast<size_t>(pool.n_threads()));
+  constexpr int64_t kChunk = 8;
+  pool.run((w.n_tiles() + kChunk - 1) / kChunk, [&](int64_t task, int thread) {
+    inputs.multiply(k, w, y.data(), w.n_tiles() * kTileRows, task * kChunk, std::min(w.n_tiles(), (task + 1) * kChunk),
+                    scratch.as<char>() + kScratchBytes * static_cast<size_t>(thread));
+  });
+}
+
+// A Model behind a lock: one forward pass at a time.
+struct BoundModel {
+  Model model;
+  std::mutex turn;
+  BoundModel(ModelConfig config, int n_threads) : model(std::move(config), n_threads, kernels()) {}
+
+  Linear& linear(int64_t layer, const std::string& part) {
+    if (layer < 0) return part == "embed_tokens" ? model.embedding : part == "lm_head" ? model.head : no_part(part);
+    require(layer < model.config().n_layers, "no such layer");
+    Layer& l = model.layer(layer);
+    if (part == "q_proj") return l.q;
+    if (part == "k_proj") return l.k;
+    if (part == "v_proj") return l.v;
+    if (part == "o_proj") return l.o;
+    if (part == "gate_proj") return l.gate;
+    if (part == "up_proj") return l.up;
+    if (part == "down_proj") return l.down;
+    return no_part(part);
+  }
+  [[noreturn]] static Linear& no_part(const std::string& part) { throw std::invalid_argument("no such part: " + part); }
+};
+
+BoundModel* new_model(int64_t vocab_size, int64_t hidden_size, int64_t intermediate_size, int64_t n_layers, int64_t n_heads,
+                      int64_t n_kv_heads, int64_t head_dim, float norm_eps, std::vector<float> inverse_frequencies,
+                      std::vector<int64_t> windows, int threads) {
+  require(vocab_size > 0 && hidden_size > 0 && intermediate_size > 0 && n_layers > 0 && head_dim > 0, "sizes must be positive");
+  require(n_kv_heads > 0 && n_heads > 0 && n_heads % n_kv_heads == 0, "heads are not a multiple of KV heads");
+  require(static_cast<int64_t>(inverse_frequencies.size()) * 2 == head_dim, "one frequency for each pair of a head");
+  require(windows.empty() || static_cast<int64_t>(windows.size()) == n_layers, "one window a layer");
+  require(threads >= 1 && threads <= 1024, "threads: 1 to 1024");
+  return new BoundModel({vocab_size, hidden_size, intermediate_size, n_layers, n_heads, n_kv_heads, head_dim, norm_eps,
+                         std::move(inverse_frequencies), std::move(windows)},
+                        threads);
+}
+
+void set_linear(BoundModel& m, int64_t layer, const std::string& part, const std::string& kind, int64_t n_rows,
+                int64_t n_columns, int64_t group_size, const Bytes& codes, const Bytes& scales) {
+  m.linear(layer, part).weight =
+      matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
+}
+
+void set_vector(BoundModel& m, int64_t layer, const std::string& part, const Floats& values) {
+  std::vector<float> padded = padded_copy(values);
+  if (layer < 0) {
+    require(part == "norm", "no such part");
+    m.model.final_norm = std::move(padded);
+    return;
+  }
+  require(layer < m.model.config().n_layers, "no such layer");
+  if (part == "input_layernorm") {
+    m.model.layer(layer).input_norm = std::move(padded);
+  } else if (part == "post_attention_layernorm") {
+    m.model.layer(layer).post_norm = std::move(padded);
+  } else {
+    const std::string suffix = ".bias";
+    require(part.ends_with(suffix), "no such part");
+    m.linear(layer, part.substr(0, part.size() - suffix.size())).bias = std::move(padded);
+  }
+}
+
+void forward(BoundModel& m, Session& session, const Tokens& tokens, const MutableFloatRows& logits) {
+  const ModelConfig& c = m.model.config();
+  const auto n = static_cast<int64_t>(tokens.size()), n_out = static_cast<int64_t>(logits.shape(0));
+  require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
+  require(session.n_tokens + n <= session.n_positions(), "no room in the session");
+  require(n_out == 1 || n_out == n, "logits: rows are neither 1 nor the number of tokens");
+  require(static_cast<int64_t>(logits.shape(1)) == c.vocab_size, "logits: rows are not vocab_size long");
+  for (size_t i = 0; i < tokens.size(); i++) {
+    require(tokens.data()[i] >= 0 && tokens.data()[i] < c.vocab_size, "a token id is outside the vocabulary");
+  }
+  const nb::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(m.turn);
+  m.model.forward(session, tokens.data(), n, n_out == n, logits.data());
+}
+
+void cut(Session& s, int64_t n) {
+  require(n >= 0 && n <= s.n_tokens, "a session can only be cut to fewer tokens");
+  s.n_tokens = n;
+}
+
+}  // namespace
+}  // namespace w4conv
+
+NB_MODULE(_native, m) {
+  using namespace w4conv;
+  m.doc() = "Kernels and engine of w4conv; call them through w4conv.kernels and w4conv.runtime.";
+  m.attr("BUILD") = W4CONV_BUILD;
+  m.attr("MAX_TOKENS") = Model::kMaxTokens;
+  m.def("isa_tiers", [] {
+    std::vector<std::string> names;
+    for (const Kernels* k : available_kernels()) names.emplace_back(k->name);
+    return names;
+  });
+  m.def("isa_tier", [] { return std::string(kernels().name); });
+  m.def("dot_instruction", [] { return std::string(kernels().dot_name()); });
+
+  nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "n_threads"_a);
+  m.def("convert", &convert, "pool"_a, "values"_a, "dtype"_a, "n_rows"_a, "n_columns"_a, "kind"_a, "group_size"_a, "codes"_a,
+        "scales"_a);
+  m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a, "y"_a);
+
+  nb::class_<Session>(m, "Session")
+      .def_prop_ro("n_tokens", [](const Session& s) { return s.n_tokens; })
+      .def_prop_ro("n_positions", &Session::n_positions)
+      .def("truncate", &cut, "n_tokens"_a);
+  nb::class_<BoundModel>(m, "Model")
+      .def("set_linear", &set_linear, "layer"_a, "part"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a,
+           "scales"_a)
+      .def("set_vector", &set_vector, "layer"_a, "part"_a, "values"_a)
+      .def("session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
+           "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
+      .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a);
+  m.def("new_model", &new_model, "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "n_layers"_a, "n_heads"_a,
+        "n_kv_heads"_a, "head_dim"_a, "norm_eps"_a, "inverse_frequencies"_a, "windows"_a, "threads"_a,
+        nb::rv_policy::take_ownership);
+}

@@ -1,0 +1,50 @@
+#include <cstdlib>
+#include <stdexcept>
+
+#include "w4conv/cpu.h"
+
+namespace w4conv {
+namespace {
+
+// __builtin_cpu_supports asks CPUID and, through XGETBV, whether the operating system saves the registers.
+bool runs_here(const Kernels& k) {
+#if defined(W4CONV_TIER_AVX2)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (&k == &kAvx2Kernels) return avx2;
+  if (&k == &kAvx512Kernels) return avx512;
+  if (&k == &kAvx512VnniKernels) return avx512 && __builtin_cpu_supports("avx512vnni");
+#endif
+  return &k == &kScalarKernels;
+}
+
+}  // namespace
+
+std::vector<const Kernels*> available_kernels() {
+  const Kernels* const built[] = {
+      &kScalarKernels,
+#if defined(W4CONV_TIER_AVX2)
+      &kAvx2Kernels, &kAvx512Kernels, &kAvx512VnniKernels,
+#endif
+  };
+  std::vector<const Kernels*> out;
+  for (const Kernels* k : built) {
+    if (runs_here(*k)) out.push_back(k);
+  }
+  return out;
+}
+
+const Kernels& kernels() {
+  const std::vector<const Kernels*> available = available_kernels();
+  const char* forced = std::getenv("W4CONV_ISA");
+  if (forced == nullptr || *forced == '\0') return *available.back();
+  std::string names;
+  for (const Kernels* k : available) {
+    if (std::string(k->name) == forced) return *k;
+    names += (names.empty() ? "" : ", ") + std::string(k->name);
+  }
+  throw std::invalid_argument("W4CONV_ISA=" + std::string(forced) + ": this CPU and build offer only " + names);
+}
+
+}  // namespace w4conv

@@ -1,0 +1,65 @@
+// Inputs: M rows made ready for the products that share them, in each form that those need.
+#pragma once
+#include <initializer_list>
+#include <vector>
+
+#include "engine/buffer.h"
+#include "w4conv/kernels.h"
+
+namespace w4conv {
+
+class Inputs {
+ public:
+  // Make room for n_tokens rows of n_columns, for products with these matrices.
+  void plan(int64_t n_tokens, int64_t n_columns, std::initializer_list<const Matrix*> matrices) {
+    n_forms_ = 0;
+    for (const Matrix* w : matrices) {
+      if (find(*w) != nullptr) continue;
+      if (n_forms_ == static_cast<int>(forms_.size())) forms_.emplace_back();
+      Form& f = forms_[n_forms_++];
+      f.is_float = is_float(w->kind);
+      if (f.is_float) {
+        f.floats = {n_tokens, n_columns, nullptr};
+        f.floats.values = f.buffer.reserve_for<float>(n_tokens * f.floats.n_padded());
+      } else {
+        IntActivations& a = f.ints;
+        a = {n_tokens, n_columns, w->block(), nullptr, nullptr, nullptr};
+        const int64_t n_scales = n_tokens * a.n_blocks();
+        a.pairs = f.buffer.reserve_for<uint32_t>(n_tokens * a.n_pairs() + 2 * n_scales);
+        a.scales = reinterpret_cast<float*>(a.pairs + n_tokens * a.n_pairs());
+        a.neg8_sums = reinterpret_cast<int32_t*>(a.scales + n_scales);
+      }
+    }
+  }
+  // Row m: padded to a multiple of 16 floats with zeros. Rows may be put at the same time.
+  void put(const Kernels& k, const float* row, int64_t m) {
+    for (int i = 0; i < n_forms_; i++) {
+      forms_[i].is_float ? k.prepare_float(row, m, forms_[i].floats) : k.prepare_int(row, m, forms_[i].ints);
+    }
+  }
+  void multiply(const Kernels& k, const Matrix& w, float* y, int64_t ldy, int64_t tile_begin, int64_t tile_end,
+                void* scratch) const {
+    const Form& f = *find(w);
+    f.is_float ? k.matmul_float(w, f.floats, y, ldy, tile_begin, tile_end, scratch)
+               : k.matmul_int(w, f.ints, y, ldy, tile_begin, tile_end, scratch);
+  }
+
+ private:
+  struct Form {
+    bool is_float = false;
+    IntActivations ints;
+    FloatActivations floats;
+    Buffer buffer;
+  };
+  const Form* find(const Matrix& w) const {
+    for (int i = 0; i < n_forms_; i++) {
+      const Form& f = forms_[i];
+      if (f.is_float == is_float(w.kind) && (f.is_float || f.ints.block == w.block())) return &f;
+    }
+    return nullptr;
+  }
+  std::vector<Form> forms_;
+  int n_forms_ = 0;
+};
+
+}  // namespace w4conv

@@ -1,0 +1,68 @@
+#include "engine/rope.h"
+
+#include <cmath>
+
+namespace w4conv {
+namespace {
+
+struct CosSin {
+  double cos, sin;
+};
+
+// |x| < 2^20 * pi / 2; absolute error below 1e-14. Reduction by pi / 2 in two parts (33 bits, and the rest), then the
+// Taylor polynomials of sin and cos on [-pi/4, pi/4].
+CosSin cos_sin(double x) {
+  constexpr double kHigh = 0x1.921fb544p0, kLow = 0x1.0b4611a626331p-34;
+  const double n = std::nearbyint(x * 0x1.45f306dc9c883p-1);
+  const double r = (x - n * kHigh) - n * kLow;
+  const double z = r * r;
+  double s = 0, c = 0;
+  // terms r^(2k+1) / (2k+1)! and r^2k / (2k)!, smallest first
+  constexpr double kSin[] = {1.0 / 355687428096000, -1.0 / 1307674368000, 1.0 / 6227020800, -1.0 / 39916800, 1.0 / 362880,
+                             -1.0 / 5040, 1.0 / 120, -1.0 / 6};
+  constexpr double kCos[] = {1.0 / 20922789888000, -1.0 / 87178291200, 1.0 / 479001600, -1.0 / 3628800, 1.0 / 40320,
+                             -1.0 / 720, 1.0 / 24, -1.0 / 2};
+  for (double k : kSin) s = s * z + k;
+  for (double k : kCos) c = c * z + k;
+  s = r + r * z * s;
+  c = 1.0 + z * c;
+  switch (static_cast<int64_t>(n) & 3) {
+    case 0: return {c, s};
+    case 1: return {-s, c};
+    case 2: return {-c, -s};
+    default: return {s, -c};
+  }
+}
+
+}  // namespace
+
+void Rope::extend(int64_t n_positions) {
+  const int64_t half = static_cast<int64_t>(frequencies_.size());
+  const int64_t have = half == 0 ? n_positions : static_cast<int64_t>(cos_.size()) / half;
+  if (have >= n_positions) return;
+  cos_.resize(static_cast<size_t>(n_positions * half));
+  sin_.resize(static_cast<size_t>(n_positions * half));
+  for (int64_t p = have; p < n_positions; p++) {
+    for (int64_t i = 0; i < half; i++) {
+      const float angle = static_cast<float>(p) * frequencies_[i];
+      const CosSin v = cos_sin(angle);
+      cos_[p * half + i] = static_cast<float>(v.cos);
+      sin_[p * half + i] = static_cast<float>(v.sin);
+    }
+  }
+}
+
+void Rope::rotate(float* row, int64_t n_heads, int64_t head_dim, int64_t position) const {
+  const int64_t half = head_dim / 2;
+  const float* cos = cos_.data() + position * half;
+  const float* sin = sin_.data() + position * half;
+  for (int64_t h = 0; h < n_heads; h++, row += head_dim) {
+    for (int64_t i = 0; i < half; i++) {
+      const float a = row[i], b = row[i + half];
+      row[i] = a * cos[i] - b * sin[i];
+      row[i + half] = b * cos[i] + a * sin[i];
+    }
+  }
+}
+
+}  // namespace w4conv

@@ -1,0 +1,117 @@
+// Operations on one padded row of float32. Reductions run in 16 lanes (lane j takes elements j, j + 16, ...) and end in one
+// fixed tree, whatever the vector width.
+
+inline float sum16(const vf (&v)[kVectors]) {
+  alignas(64) float s[16];
+  for (int i = 0; i < kVectors; i++) store(s + i * kLanes, v[i]);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; i++) s[i] += s[i + width];
+  }
+  return s[0];
+}
+
+// exp(x), relative error below 2e-7; 0 below -87.3, and no more than exp(88). NaN stays NaN.
+// x = n ln 2 + r, a polynomial in r (coefficients of Cephes' expf), times 2^n.
+inline vf exp_of(vf x) {
+  vf clamped = select((vi)(x < splat(-87.3f)), splat(-87.3f), x);
+  clamped = select((vi)(clamped > splat(88.0f)), splat(88.0f), clamped);
+  const vf magic = splat(0x1.8p23f);  // adding it rounds to an integer, half to even
+  const vf n = fma(clamped, splat(0x1.715476p0f), magic) - magic;
+  vf r = fma(n, splat(-0x1.62e4p-1f), clamped);
+  r = fma(n, splat(-0x1.7f7d1cp-20f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + splat(1.0f));
+  const vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+  return select((vi)(x < splat(-87.3f)), vf{}, p * (vf)exponent);
+}
+
+void rmsnorm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  vf squares[kVectors] = {};
+  const int64_t padded = pad_to(n, 16);
+  for (int64_t i = 0; i < padded; i += 16) {
+    for (int v = 0; v < kVectors; v++) {
+      const vf xv = load(x + i + v * kLanes);
+      squares[v] = fma(xv, xv, squares[v]);
+    }
+  }
+  const float mean = sum16(squares) / static_cast<float>(n);
+  const vf r = splat(1.0f) / sqrt_of(mean + eps);
+  for (int64_t i = 0; i < padded; i += kLanes) store(out + i, load(x + i) * r * load(weight + i));
+}
+
+void swiglu(const float* gate, const float* up, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const vf g = load(gate + i);
+    store(out + i, g / (splat(1.0f) + exp_of(-g)) * load(up + i));
+  }
+}
+
+// Place of token m in an interleaved buffer of `stride` elements a token: base offset, and tokens in its group.
+struct Place {
+  int64_t offset, step;
+};
+inline Place place_of(int64_t m, int64_t n_tokens, int64_t stride) {
+  const int64_t first = m / kTokenGroup * kTokenGroup;
+  const int64_t left = n_tokens - first;
+  return {first * stride + (m - first), left < kTokenGroup ? left : kTokenGroup};
+}
+
+// a_scale = max|x| / 32767 over a block, a = round_half_even(x / a_scale). A block whose scale would be subnormal holds
+// zeros; one with NaN or infinity has the scale NaN, which every product with it then has too.
+void prepare_int(const float* x, int64_t m, const IntActivations& out) {
+  const Place pairs = place_of(m, out.n_tokens, out.n_pairs());
+  const Place blocks = place_of(m, out.n_tokens, out.n_blocks());
+  for (int64_t block = 0; block < out.n_blocks(); block++) {
+    const int64_t column = block * out.block;
+    const int64_t n = out.n_columns - column < out.block ? out.n_columns - column : out.block;
+    vi top = {};
+    const int64_t padded = pad_to(n, 16);  // rows are padded with zeros; blocks are whole multiples of 16 but for the last
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const vi bits = load_bits(x + column + i) & 0x7FFFFFFF;
+      top = (vi)select_bits((vi)(bits > top), (vu)bits, (vu)top);
+    }
+    int32_t top_bits = 0;
+    for (int i = 0; i < kLanes; i++) top_bits = top[i] > top_bits ? top[i] : top_bits;
+
+    float scale = __builtin_bit_cast(float, top_bits) / 32767.0f;
+    if (top_bits >= 0x7F800000) scale = __builtin_nanf("");
+    const bool zero = !(scale >= 0x1p-126f);
+    if (zero && scale == scale) scale = 0.0f;
+    int32_t sum = 0;
+    alignas(64) int32_t codes[kBlock] = {};
+    if (!zero) {
+      const vf divisor = splat(scale);
+      const vf magic = splat(0x1.8p23f);
+      vi sums = {};
+      for (int64_t i = 0; i < padded; i += kLanes) {
+        // rounds half to even; the low 22 bits of the sum hold the integer
+        const vi code = (vi)(load(x + column + i) / divisor + magic) - (vi)magic;
+        sums += code;
+        store_bits(codes + i, code);
+      }
+      for (int i = 0; i < kLanes; i++) sum += sums[i];
+    }
+    out.scales[blocks.offset + block * blocks.step] = scale;
+    out.neg8_sums[blocks.offset + block * blocks.step] = -8 * sum;
+    uint32_t* p = out.pairs + pairs.offset + column / 2 * pairs.step;
+    for (int64_t i = 0; i < pad_to(n, 8); i += 8) {
+      const int32_t* c = codes + i;
+      auto pair = [&](int low, int high) {
+        *p = (static_cast<uint32_t>(c[low]) & 0xFFFFu) | static_cast<uint32_t>(c[high]) << 16;
+        p += pairs.step;
+      };
+      pair(0, 2), pair(4, 6), pair(1, 3), pair(5, 7);
+    }
+  }
+}
+
+void prepare_float(const float* x, int64_t m, const FloatActivations& out) {
+  const Place place = place_of(m, out.n_tokens, out.n_padded());
+  float* p = out.values + place.offset;
+  for (int64_t k = 0; k < out.n_padded(); k++, p += place.step) *p = x[k];
+}

@@ -1,0 +1,24 @@
+// AVX2 tier: 32-byte vectors, FMA, F16C.
+#pragma once
+constexpr int kLanes = 8;
+#include "vector_types.h"
+
+constexpr int kTokens = 6;
+constexpr int kTiles = 1;
+
+inline const char* dot_instruction() { return "vpmaddwd ymm"; }
+
+inline vi dot(vi acc, vi w, vi a) { return acc + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)a); }
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline vf sqrt_of(float x) { return (vf)_mm256_sqrt_ps(_mm256_set1_ps(x)); }
+inline vf f16_lanes(vu h) {
+  const __m256i x = (__m256i)h;
+  return (vf)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+inline vf from_f16(const uint16_t* p) {
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void to_f16(vf x, uint16_t* p) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

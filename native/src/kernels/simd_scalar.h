@@ -1,0 +1,56 @@
+// Scalar tier: plain C++ on 16-byte vectors, which every compiler target can lower (SSE2, NEON, or scalar code).
+#pragma once
+
+constexpr int kLanes = 4;
+#include "vector_types.h"
+
+// Tokens and row tiles that an inner kernel holds in registers.
+constexpr int kTokens = 2;
+constexpr int kTiles = 1;
+
+inline const char* dot_instruction() { return "multiply"; }
+
+// acc + w.lo * a.lo + w.hi * a.hi, each lane a pair of int16.
+inline vi dot(vi acc, vi w, vi a) {
+  const vi low = ((w << 16) >> 16) * ((a << 16) >> 16);
+  return acc + low + (w >> 16) * (a >> 16);
+}
+inline vf fma(vf a, vf b, vf c) {
+  vf out;
+  for (int i = 0; i < kLanes; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return out;
+}
+inline vf sqrt_of(float x) { return splat(__builtin_sqrtf(x)); }
+
+// FP16 in the low half of each lane -> float32, exactly.
+inline vf f16_lanes(vu h) {
+  const vu sign = (h & 0x8000u) << 16;
+  const vu magnitude = h & 0x7FFFu;
+  // Normal numbers: move the exponent by 112. Subnormal ones: an integer times 2^-24.
+  const vu normal = (magnitude << 13) + (112u << 23);
+  const vu special = (magnitude << 13) | 0x7F800000u;
+  const vf tiny = __builtin_convertvector((vi)magnitude, vf) * 0x1p-24f;
+  const vu bits = select_bits((vi)(magnitude < 0x400u), (vu)tiny, normal);
+  return (vf)(select_bits((vi)(magnitude >= 0x7C00u), special, bits) | sign);
+}
+inline vf from_f16(const uint16_t* p) {
+  vu h;
+  for (int i = 0; i < kLanes; i++) h[i] = p[i];
+  return f16_lanes(h);
+}
+
+// Round half to even, to infinity beyond FP16.
+inline void to_f16(vf x, uint16_t* p) {
+  const vu bits = (vu)x;
+  const vu sign = (bits >> 16) & 0x8000u;
+  const vu magnitude = bits & 0x7FFFFFFFu;
+  const vu normal = ((magnitude - (112u << 23)) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  // Below 2^-14: adding 2^-1 * 1.0 leaves the rounded subnormal in the low mantissa bits.
+  const vu tiny = (vu)((vf)magnitude + 0.5f) - 0x3F000000u;
+  vu half = select_bits((vi)(magnitude < 0x38800000u), tiny, normal);
+  half = select_bits((vi)(magnitude >= 0x477FF000u), splat_bits(0x7C00u), half);
+  half = select_bits((vi)(magnitude > 0x7F800000u), splat_bits(0x7E00u), half);
+  half |= sign;
+  for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint16_t>(half[i]);
+}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }

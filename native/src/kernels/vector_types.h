@@ -1,0 +1,19 @@
+// Vectors of kLanes 32-bit lanes as compiler extensions: + - * / compare shift work on them on every target.
+#pragma once
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+typedef float vf_unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t vi_unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+constexpr int kVectors = 16 / kLanes;  // vectors that hold one value for each of the 16 rows of a tile
+
+inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+inline void store(float* p, vf x) { *reinterpret_cast<vf_unaligned*>(p) = x; }
+inline vi load_bits(const void* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
+inline void store_bits(void* p, vi x) { *reinterpret_cast<vi_unaligned*>(p) = x; }
+inline vf splat(float x) { return x - vf{}; }
+inline vi splat_int(int32_t x) { return x - vi{}; }
+inline vu splat_bits(uint32_t x) { return x - vu{}; }
+inline vu select_bits(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+inline vf select(vi mask, vf yes, vf no) { return (vf)select_bits(mask, (vu)yes, (vu)no); }

@@ -1,0 +1,74 @@
+"""Types of the native module; w4conv.kernels and w4conv.runtime.engine are its only callers."""
+
+import numpy as np
+import numpy.typing as npt
+
+BUILD: str
+MAX_TOKENS: int
+
+def isa_tiers() -> list[str]: ...
+def isa_tier() -> str: ...
+def dot_instruction() -> str: ...
+
+class Pool:
+    def __init__(self, n_threads: int) -> None: ...
+
+def convert(
+    pool: Pool,
+    values: npt.NDArray[np.uint8],
+    dtype: str,
+    n_rows: int,
+    n_columns: int,
+    kind: str,
+    group_size: int,
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.uint8],
+) -> tuple[str, int, int, int]: ...
+def matmul(
+    pool: Pool,
+    kind: str,
+    n_rows: int,
+    n_columns: int,
+    group_size: int,
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.uint8],
+    x: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+) -> None: ...
+
+class Session:
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_positions(self) -> int: ...
+    def truncate(self, n_tokens: int) -> None: ...
+
+class Model:
+    def set_linear(
+        self,
+        layer: int,
+        part: str,
+        kind: str,
+        n_rows: int,
+        n_columns: int,
+        group_size: int,
+        codes: npt.NDArray[np.uint8],
+        scales: npt.NDArray[np.uint8],
+    ) -> None: ...
+    def set_vector(self, layer: int, part: str, values: npt.NDArray[np.float32]) -> None: ...
+    def session(self, n_positions: int, wide: bool) -> Session: ...
+    def forward(self, session: Session, tokens: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> None: ...
+
+def new_model(
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    norm_eps: float,
+    inverse_frequencies: list[float],
+    windows: list[int],
+    threads: int,
+) -> Model: ...

@@ -1,0 +1,178 @@
+"""The native kernels, with numpy in and out. The only importer of the native module (with runtime/engine.py's Model)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import _native, codes
+from w4conv.errors import UsageError
+from w4conv.scheme import TILE_ROWS, QuantScheme
+
+Array = npt.NDArray[np.generic]
+VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+
+
+class BadValue(ValueError):
+    """A value that cannot be coded. `reason` says what, `row` and `column` where in the block."""
+
+    def __init__(self, reason: str, row: int, column: int) -> None:
+        super().__init__(f"{reason} at row {row}, column {column}")
+        self.reason, self.row, self.column = reason, row, column
+
+
+class PackedRows(NamedTuple):
+    """codes: (n_tiles, n_lines, 16) uint32; scales: (n_tiles, n_groups, 16) float16.
+
+    n_underflowed: groups of nonzero values whose scale is zero in FP16, so that all their codes are zero.
+    """
+
+    codes: npt.NDArray[np.uint32]
+    scales: npt.NDArray[np.float16]
+    n_underflowed: int
+
+
+def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
+    """Round-to-nearest int4 or int8 of (n_rows, n_columns) values, bit for bit `quantize.reference.quantize_rtn`.
+
+    values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
+    (16 rows) may be coded one after another and concatenated. Raises BadValue.
+    """
+    if scheme.is_float or scheme.scale_dtype != "f16":
+        raise UsageError(f"no native quantizer for scheme {scheme}")
+    n_rows, n_columns = values.shape
+    lines, scales, n_underflowed = _convert(values, dtype, scheme, scheme.n_groups(n_columns), threads)
+    return PackedRows(lines, scales, n_underflowed)
+
+
+def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> npt.NDArray[np.uint32]:
+    """Values as tiled f16, bf16 or f32 lines (n_tiles, n_lines, 16), rounded half to even where the type narrows.
+
+    Raises BadValue for NaN, infinity, and values that the new type cannot hold.
+    """
+    return _convert(values, dtype, scheme, 0, threads)[0]
+
+
+def _convert(
+    values: Array, dtype: str, scheme: QuantScheme, n_groups: int, threads: int | None
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float16], int]:
+    n_rows, n_columns = values.shape
+    if values.dtype != VALUE_DTYPES[dtype]:
+        raise TypeError(f"values of dtype {dtype} are {VALUE_DTYPES[dtype]} arrays, not {values.dtype}")
+    n_tiles = codes.n_tiles(n_rows)
+    n_lines = -(-n_columns // scheme.columns_per_dword)
+    lines = np.empty((n_tiles, n_lines, TILE_ROWS), np.uint32)
+    scales = np.empty((n_tiles, n_groups, TILE_ROWS), np.float16)
+    if lines.size == 0:
+        return lines, scales, 0
+    reason, row, column, n_underflowed = _native.convert(
+        _pool(threads or default_threads()),
+        as_bytes(values),
+        dtype,
+        n_rows,
+        n_columns,
+        scheme.kind,
+        scheme.group_size,
+        as_bytes(lines),
+        as_bytes(scales),
+    )
+    if reason:
+        raise BadValue(reason, row, column)
+    return lines, scales, n_underflowed
+
+
+def matmul(
+    scheme: QuantScheme, shape: tuple[int, int], parts: dict[str, Array], x: npt.NDArray[np.float32], *, threads: int = 1
+) -> npt.NDArray[np.float32]:
+    """x (n_tokens, n_columns) times a coded matrix of shape (n_rows, n_columns): (n_tokens, n_rows) float32.
+
+    Integer schemes quantize x as docs/numerics.md says; the same bits on every tier, for any threads and n_tokens.
+    """
+    n_rows, n_columns = shape
+    padded = np.zeros((len(x), -(-n_columns // TILE_ROWS) * TILE_ROWS), np.float32)
+    padded[:, :n_columns] = x
+    y = np.empty((len(x), codes.n_tiles(n_rows) * TILE_ROWS), np.float32)
+    lines = parts["values" if scheme.is_float else "codes"]
+    scales = np.empty(0, np.uint8) if scheme.is_float else as_bytes(parts["scales"])
+    _native.matmul(
+        _pool(threads), scheme.kind, n_rows, n_columns, scheme.group_size, as_bytes(lines), scales, padded, y
+    )
+    return y[:, :n_rows]
+
+
+def as_bytes(a: Array) -> npt.NDArray[np.uint8]:
+    """Flat uint8 view of a C-contiguous array (a copy of any other)."""
+    return np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(n_threads: int) -> _native.Pool:
+    return _native.Pool(n_threads)
+
+
+@functools.cache
+def default_threads() -> int:
+    """Threads to use unless told: CPUs that this process may run on, limited by the cgroup's CPU quota."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cpus(Path("/"))
+    return max(1, min(n, int(quota) if quota is not None else n))
+
+
+def _cgroup_cpus(root: Path) -> float | None:
+    """CPUs granted by the tightest quota of this process's cgroup and its parents (version 2, else 1); None without one."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    grants: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        unified = controllers == ""
+        if not unified and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("" if unified else controllers)
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == mount.parent:
+                break
+            grants += _quota(folder, unified=unified)
+    return min(grants, default=None)
+
+
+def _quota(folder: Path, *, unified: bool) -> list[float]:
+    try:
+        if unified:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return [int(quota) / int(period)] if quota not in ("max", "-1") and int(period) > 0 else []
+    except (OSError, ValueError):
+        return []
+
+
+def isa_tiers() -> tuple[str, ...]:
+    """Tiers of this build that this CPU can run, lowest first."""
+    return tuple(_native.isa_tiers())
+
+
+def isa_tier() -> str:
+    """The tier in use: the highest, or the one that W4CONV_ISA names. Raises UsageError when that cannot run here."""
+    try:
+        return _native.isa_tier()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def dot_instruction() -> str:
+    """The dot product that the tier in use was compiled to, such as "vpdpwssd zmm"."""
+    return _native.dot_instruction()
+
+
+def build_info() -> str:
+    """Compiler and build type of the native module."""
+    return _native.BUILD
