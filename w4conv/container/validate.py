@@ -52,8 +52,8 @@ def header(raw: bytes, *, where: str) -> Header:
     expected = layout.round_up(layout.HEADER_NBYTES + index_nbytes, layout.DATA_ALIGNMENT)
     if data_offset != expected:
         fail("2.7", f"data_offset is {data_offset}, expected {expected}")
-    if data_nbytes % layout.PART_ALIGNMENT:
-        fail("2.8", f"data_nbytes is {data_nbytes}, not a multiple of {layout.PART_ALIGNMENT}")
+    if data_nbytes % layout.PART_ALIGNMENT or data_nbytes > layout.MAX_INTEGER:
+        fail("2.8", f"data_nbytes is {data_nbytes}, expected a multiple of {layout.PART_ALIGNMENT} below 2^53")
     if n_parts > layout.MAX_PARTS or n_sources > layout.MAX_SOURCES:
         fail("2.9", f"{n_parts} parts and {n_sources} sources, at most {layout.MAX_PARTS} and {layout.MAX_SOURCES}")
     if reserved:
