@@ -1,0 +1,188 @@
+"""Model and Session: the native forward pass on the weights of an open container."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import _native, kernels
+from w4conv.container import Container, TensorInfo, open_container
+from w4conv.errors import InputError, UsageError
+from w4conv.models import ModelSpec, TensorSpec, parse_config
+
+F32Array = npt.NDArray[np.float32]
+
+
+class TokenSampler(Protocol):
+    """Chooses the next token from logits of shape (vocab_size,)."""
+
+    def __call__(self, logits: F32Array) -> int: ...
+
+
+class Model:
+    """A `.w4` file ready to run. Weights stay in the mapping; nothing is repacked.
+
+    path: a `.w4` file, or a Container already open (which the caller then closes).
+    threads: default `kernels.default_threads()`. ctx: most tokens of a session, default and at most the model's own limit.
+    kv: "f16", or "f32" for keys and values kept in float32 (the reference).
+
+    Raises InputError when the file's model or one of its schemes cannot be run, UsageError for impossible options.
+    """
+
+    def __init__(
+        self, path: str | Path | Container, *, threads: int | None = None, ctx: int | None = None, kv: str = "f16"
+    ) -> None:
+        if kv not in ("f16", "f32"):
+            raise UsageError(f"kv {kv!r} is neither f16 nor f32")
+        if threads is not None and not 1 <= threads <= 1024:
+            raise UsageError(f"threads {threads} is not between 1 and 1024")
+        self._owned = not isinstance(path, Container)
+        self.container = path if isinstance(path, Container) else open_container(Path(path))
+        self.threads = threads or kernels.default_threads()
+        self.isa = kernels.isa_tier()
+        self.kv = kv
+        self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
+        if ctx is not None and not 1 <= ctx <= self.spec.max_positions:
+            raise UsageError(
+                f"ctx {ctx} is not between 1 and the {self.spec.max_positions} positions that {self.container.path} allows"
+            )
+        self.ctx = ctx or self.spec.max_positions
+        self._native = self._load()
+
+    def _load(self) -> _native.Model:
+        spec = self.spec
+        native = _native.new_model(
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            n_layers=spec.n_layers,
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            head_dim=spec.head_dim,
+            norm_eps=spec.norm_eps,
+            inverse_frequencies=list(spec.rope.inverse_frequencies(spec.head_dim)),
+            windows=list(spec.sliding_windows),
+            threads=self.threads,
+        )
+        for tensor in spec.tensors():
+            info = self._info(tensor)
+            layer = -1 if tensor.layer is None else tensor.layer
+            if tensor.role in ("norm", "bias"):
+                native.set_vector(layer, tensor.part, self.container.dequantize(tensor.name))
+                continue
+            scheme = info.scheme
+            if scheme.kind not in ("int4", "int8", "f16", "bf16", "f32") or scheme.scale_dtype == "f32":
+                raise InputError(f"{self.container.path}: {tensor.name}: the engine has no kernels for scheme {scheme}")
+            codes = self.container.part(tensor.name, "values" if scheme.is_float else "codes")
+            scales = np.empty(0, np.uint8) if scheme.is_float else self.container.part(tensor.name, "scales")
+            native.set_linear(layer, tensor.part, scheme.kind, *info.shape, scheme.group_size, codes, scales)
+        return native
+
+    def _info(self, tensor: TensorSpec) -> TensorInfo:
+        info = self.container.tensors.get(tensor.name)
+        if info is None:
+            raise InputError(f"{self.container.path}: {tensor.name} is missing, so the model cannot be run")
+        if tuple(info.shape) != tensor.shape:
+            raise InputError(
+                f"{self.container.path}: {tensor.name} has shape {tuple(info.shape)}; its config.json asks for {tensor.shape}"
+            )
+        return info
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Weight bytes that decoding one token reads: every layer, the final norm and the head; one row of the embedding."""
+        total = 0
+        for tensor in self.spec.tensors():
+            nbytes = sum(part.nbytes for part in self.container.tensors[tensor.name].parts)
+            if tensor.role == "embedding" and not self.spec.tied_head:
+                nbytes //= self.spec.vocab_size
+            total += nbytes
+        return total
+
+    def session(self) -> Session:
+        """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
+        return Session(self._native, self._native.session(self.ctx, self.kv == "f32"), self.spec.vocab_size)
+
+    def logits(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> F32Array:
+        """Logits after each token of a fresh sequence: (n_tokens, vocab_size) float32."""
+        return self.session().append(token_ids, all_logits=True)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        max_tokens: int,
+        sampler: TokenSampler | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Iterator[int]:
+        """Token ids that follow the prompt, one at a time; a stop id ends the run and is not yielded.
+
+        sampler: default greedy (the first of equal maxima). The run also ends when the session is full.
+        """
+        session, stops = self.session(), frozenset(stop_ids)
+        logits = session.append(prompt_ids)[0]
+        for n in range(max_tokens):
+            token = int(np.argmax(logits)) if sampler is None else sampler(logits)
+            if token in stops:
+                return
+            yield token
+            if n + 1 == max_tokens or session.n_tokens == self.ctx:
+                return
+            logits = session.append([token])[0]
+
+    def close(self) -> None:
+        """Drop the native model, and close the container if this object opened it."""
+        del self._native
+        if self._owned:
+            self.container.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Session:
+    """The keys and values of one sequence; made by Model.session()."""
+
+    def __init__(self, model: _native.Model, session: _native.Session, vocab_size: int) -> None:
+        self._model, self._session, self._vocab_size = model, session, vocab_size
+
+    @property
+    def n_tokens(self) -> int:
+        return self._session.n_tokens
+
+    def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, all_logits: bool = False) -> F32Array:
+        """Run tokens through the model: logits (1, vocab_size) after the last, or (n_tokens, vocab_size) after each.
+
+        However tokens are split over calls, the bits are the same. Raises UsageError when there is nothing to append, no
+        room for it, or an id is outside the vocabulary; nothing is appended then.
+        """
+        ids = np.ascontiguousarray(token_ids, np.int64)
+        if ids.ndim != 1 or ids.size == 0:
+            raise UsageError("there is no token to append; give at least one")
+        if self.n_tokens + ids.size > self._session.n_positions:
+            raise UsageError(
+                f"{ids.size} tokens do not fit: {self.n_tokens} of the session's {self._session.n_positions} are used; raise ctx"
+            )
+        bad = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if bad.size:
+            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}")
+        out = np.empty((ids.size if all_logits else 1, self._vocab_size), np.float32)
+        # Pieces of the native limit, so that an interrupt is seen between them.
+        for start in range(0, ids.size, _native.MAX_TOKENS):
+            piece = ids[start : start + _native.MAX_TOKENS].astype(np.int32)
+            self._model.forward(self._session, piece, out[start : start + piece.size] if all_logits else out)
+        return out
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forget all but the first `n_tokens`."""
+        if not 0 <= n_tokens <= self.n_tokens:
+            raise UsageError(f"cannot cut a session of {self.n_tokens} tokens to {n_tokens}")
+        self._session.truncate(n_tokens)
