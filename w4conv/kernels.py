@@ -1,4 +1,4 @@
-"""The native kernels, with numpy in and out. The only importer of the native module (with runtime/engine.py's Model)."""
+"""The native kernels, with numpy in and out. Beside runtime/engine.py the only importer of the native module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.generic]
 VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 
 
-class BadValue(ValueError):
+class BadValueError(ValueError):
     """A value that cannot be coded. `reason` says what, `row` and `column` where in the block."""
 
     def __init__(self, reason: str, row: int, column: int) -> None:
@@ -41,19 +41,18 @@ def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int
     """Round-to-nearest int4 or int8 of (n_rows, n_columns) values, bit for bit `quantize.reference.quantize_rtn`.
 
     values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
-    (16 rows) may be coded one after another and concatenated. Raises BadValue.
+    (16 rows) may be coded one after another and concatenated. Raises BadValueError.
     """
     if scheme.is_float or scheme.scale_dtype != "f16":
         raise UsageError(f"no native quantizer for scheme {scheme}")
-    n_rows, n_columns = values.shape
-    lines, scales, n_underflowed = _convert(values, dtype, scheme, scheme.n_groups(n_columns), threads)
+    lines, scales, n_underflowed = _convert(values, dtype, scheme, scheme.n_groups(values.shape[1]), threads)
     return PackedRows(lines, scales, n_underflowed)
 
 
 def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> npt.NDArray[np.uint32]:
     """Values as tiled f16, bf16 or f32 lines (n_tiles, n_lines, 16), rounded half to even where the type narrows.
 
-    Raises BadValue for NaN, infinity, and values that the new type cannot hold.
+    Raises BadValueError for NaN, infinity, and values that the new type cannot hold.
     """
     return _convert(values, dtype, scheme, 0, threads)[0]
 
@@ -82,12 +81,17 @@ def _convert(
         as_bytes(scales),
     )
     if reason:
-        raise BadValue(reason, row, column)
+        raise BadValueError(reason, row, column)
     return lines, scales, n_underflowed
 
 
 def matmul(
-    scheme: QuantScheme, shape: tuple[int, int], parts: dict[str, Array], x: npt.NDArray[np.float32], *, threads: int = 1
+    scheme: QuantScheme,
+    shape: tuple[int, int],
+    parts: dict[str, Array],
+    x: npt.NDArray[np.float32],
+    *,
+    threads: int = 1,
 ) -> npt.NDArray[np.float32]:
     """x (n_tokens, n_columns) times a coded matrix of shape (n_rows, n_columns): (n_tokens, n_rows) float32.
 
@@ -124,7 +128,7 @@ def default_threads() -> int:
 
 
 def _cgroup_cpus(root: Path) -> float | None:
-    """CPUs granted by the tightest quota of this process's cgroup and its parents (version 2, else 1); None without one."""
+    """CPUs that the tightest quota of this process's cgroup and its parents grants, versions 1 and 2; None without."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -84,7 +84,11 @@ class ModelSpec:
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every tensor of the model in the order a forward pass touches them; a tied head is not listed."""
-        out = [TensorSpec("model.embed_tokens.weight", (self.vocab_size, self.hidden_size), "embedding", None, "embed_tokens")]
+        out = [
+            TensorSpec(
+                "model.embed_tokens.weight", (self.vocab_size, self.hidden_size), "embedding", None, "embed_tokens"
+            )
+        ]
         for layer in range(self.n_layers):
             out += self._layer(layer)
         out.append(TensorSpec("model.norm.weight", (self.hidden_size,), "norm", None, "norm"))

@@ -20,9 +20,10 @@ class Quantized(NamedTuple):
 def quantize_rtn(values: npt.NDArray[np.float32], scheme: QuantScheme) -> Quantized:
     """Symmetric int4 or int8 of (n_rows, n_columns) float32, n_columns > 0.
 
-    Per group: the signed extreme maps to -2^(bits-1), so scale = extreme / -2^(bits-1), rounded to FP16 before codes are
-    computed; where the largest and the smallest value tie in magnitude, the smallest is the extreme. q = values / scale in
-    float32, rounded half to even, clipped to [-2^(bits-1), 2^(bits-1) - 1]. A scale of zero gives codes of zero.
+    Per group: the signed extreme maps to -2^(bits-1), so scale = extreme / -2^(bits-1), rounded to FP16 before codes
+    are computed; where the largest and the smallest value tie in magnitude, the smallest is the extreme.
+    q = values / scale in float32, rounded half to even, clipped to [-2^(bits-1), 2^(bits-1) - 1]. A scale of zero gives
+    codes of zero.
 
     Raises FloatingPointError for NaN, infinity, or a scale beyond FP16.
     """

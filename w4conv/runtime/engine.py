@@ -13,7 +13,8 @@ import numpy.typing as npt
 from w4conv import _native, kernels
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import InputError, UsageError
-from w4conv.models import ModelSpec, TensorSpec, parse_config
+from w4conv.models import parse_config
+from w4conv.models.spec import TensorSpec
 
 F32Array = npt.NDArray[np.float32]
 
@@ -28,7 +29,8 @@ class Model:
     """A `.w4` file ready to run. Weights stay in the mapping; nothing is repacked.
 
     path: a `.w4` file, or a Container already open (which the caller then closes).
-    threads: default `kernels.default_threads()`. ctx: most tokens of a session, default and at most the model's own limit.
+    threads: default `kernels.default_threads()`.
+    ctx: most tokens of a session; default, and at most, the model's own limit.
     kv: "f16", or "f32" for keys and values kept in float32 (the reference).
 
     Raises InputError when the file's model or one of its schemes cannot be run, UsageError for impossible options.
@@ -49,7 +51,7 @@ class Model:
         self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
         if ctx is not None and not 1 <= ctx <= self.spec.max_positions:
             raise UsageError(
-                f"ctx {ctx} is not between 1 and the {self.spec.max_positions} positions that {self.container.path} allows"
+                f"ctx {ctx} is not between 1 and {self.spec.max_positions}, the limit of {self.container.path}"
             )
         self.ctx = ctx or self.spec.max_positions
         self._native = self._load()
@@ -80,7 +82,8 @@ class Model:
                 raise InputError(f"{self.container.path}: {tensor.name}: the engine has no kernels for scheme {scheme}")
             codes = self.container.part(tensor.name, "values" if scheme.is_float else "codes")
             scales = np.empty(0, np.uint8) if scheme.is_float else self.container.part(tensor.name, "scales")
-            native.set_linear(layer, tensor.part, scheme.kind, *info.shape, scheme.group_size, codes, scales)
+            n_rows, n_columns = info.shape
+            native.set_linear(layer, tensor.part, scheme.kind, n_rows, n_columns, scheme.group_size, codes, scales)
         return native
 
     def _info(self, tensor: TensorSpec) -> TensorInfo:
@@ -89,13 +92,14 @@ class Model:
             raise InputError(f"{self.container.path}: {tensor.name} is missing, so the model cannot be run")
         if tuple(info.shape) != tensor.shape:
             raise InputError(
-                f"{self.container.path}: {tensor.name} has shape {tuple(info.shape)}; its config.json asks for {tensor.shape}"
+                f"{self.container.path}: {tensor.name} has shape {tuple(info.shape)}; "
+                f"the file's config.json asks for {tensor.shape}"
             )
         return info
 
     @property
     def bytes_per_token(self) -> int:
-        """Weight bytes that decoding one token reads: every layer, the final norm and the head; one row of the embedding."""
+        """Weight bytes that decoding one token reads: layers, norms and head whole, one row of the embedding."""
         total = 0
         for tensor in self.spec.tensors():
             nbytes = sum(part.nbytes for part in self.container.tensors[tensor.name].parts)
@@ -161,15 +165,16 @@ class Session:
     def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, all_logits: bool = False) -> F32Array:
         """Run tokens through the model: logits (1, vocab_size) after the last, or (n_tokens, vocab_size) after each.
 
-        However tokens are split over calls, the bits are the same. Raises UsageError when there is nothing to append, no
-        room for it, or an id is outside the vocabulary; nothing is appended then.
+        However tokens are split over calls, the bits are the same. Raises UsageError when there is nothing to append,
+        no room for it, or an id is outside the vocabulary; nothing is appended then.
         """
         ids = np.ascontiguousarray(token_ids, np.int64)
         if ids.ndim != 1 or ids.size == 0:
             raise UsageError("there is no token to append; give at least one")
         if self.n_tokens + ids.size > self._session.n_positions:
             raise UsageError(
-                f"{ids.size} tokens do not fit: {self.n_tokens} of the session's {self._session.n_positions} are used; raise ctx"
+                f"{ids.size} more tokens do not fit: the session holds {self.n_tokens} of at most "
+                f"{self._session.n_positions}; raise ctx or shorten the text"
             )
         bad = ids[(ids < 0) | (ids >= self._vocab_size)]
         if bad.size:

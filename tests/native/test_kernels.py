@@ -1,0 +1,311 @@
+"""Native kernels against the numpy reference and their arithmetic written out, on every ISA tier of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from w4conv import codes, kernels
+from w4conv.errors import UsageError
+from w4conv.quantize.reference import quantize_rtn
+from w4conv.scheme import GROUP_SIZES, QuantScheme
+
+TIERS = kernels.isa_tiers()
+DOTS = {"scalar": "multiply", "avx2": "vpmaddwd ymm", "avx512": "vpmaddwd zmm", "avx512vnni": "vpdpwssd zmm"}
+F32 = npt.NDArray[np.float32]
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("W4CONV_ISA", request.param)
+    return str(request.param)
+
+
+# ---- tiers ----
+
+
+def test_a_forced_tier_is_the_one_that_runs(tier: str) -> None:
+    assert kernels.isa_tier() == tier
+    assert kernels.dot_instruction() == DOTS[tier]
+
+
+def test_the_highest_tier_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("W4CONV_ISA", raising=False)
+    assert kernels.isa_tier() == TIERS[-1]
+
+
+def test_an_unknown_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W4CONV_ISA", "sse9")
+    with pytest.raises(UsageError, match=r"W4CONV_ISA=sse9.*scalar"):
+        kernels.isa_tier()
+
+
+# ---- quantizing ----
+
+VALUE_CLASSES = ("gaussian", "flat", "ramp", "zeros", "subnormal", "f16_max", "outliers", "halves", "sparse")
+
+
+def make_values(kind: str, n_rows: int, n_columns: int, seed: int) -> F32:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n_rows, n_columns))
+    match kind:
+        case "flat":
+            x = np.full_like(x, rng.choice([-0.3, 1.0, 7.7]))
+        case "ramp":
+            x = np.linspace(-1, 1, x.size).reshape(x.shape)
+        case "zeros":
+            x = np.where(rng.random(x.shape) < 0.5, 0.0, -0.0)
+        case "subnormal":
+            x = x * 1e-7
+        case "f16_max":
+            x = np.sign(x) * 65504.0
+        case "outliers":
+            x[rng.random(x.shape) < 0.02] *= 1000
+        case "halves":  # many quotients that end in exactly one half
+            x = np.round(x * 4) / 2
+        case "sparse":
+            x[rng.random(x.shape) < 0.9] = 0
+    return np.clip(x, -65504, 65504).astype(np.float32)
+
+
+def as_dtype(x: F32, dtype: str) -> tuple[npt.NDArray[np.generic], F32]:
+    """The values in a dtype, and the float32 values that they then stand for."""
+    if dtype == "F16":
+        half = x.astype(np.float16)
+        return half, half.astype(np.float32)
+    if dtype == "BF16":
+        bits = codes.f32_to_bf16(x)
+        return bits, codes.bf16_to_f32(bits)
+    return x, x
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(("int4", "int8")),
+    group_size=st.sampled_from(GROUP_SIZES),
+    n_rows=st.integers(1, 40),
+    n_columns=st.integers(1, 300),
+    values=st.sampled_from(VALUE_CLASSES),
+    dtype=st.sampled_from(("F16", "BF16", "F32")),
+    threads=st.sampled_from((1, 2)),
+    seed=st.integers(0, 9),
+)
+def test_quantizing_equals_the_reference_bit_for_bit(
+    tier: str,
+    kind: str,
+    group_size: int,
+    n_rows: int,
+    n_columns: int,
+    values: str,
+    dtype: str,
+    threads: int,
+    seed: int,
+) -> None:
+    scheme = QuantScheme(kind, group_size, "f16")
+    raw, x = as_dtype(make_values(values, n_rows, n_columns, seed), dtype)
+    want = quantize_rtn(x, scheme)
+    got = kernels.quantize_rtn(raw, dtype, scheme, threads=threads)
+    stored = want.q if kind == "int8" else (want.q.astype(np.int16) + 8).astype(np.uint8)
+    np.testing.assert_array_equal(got.codes, codes.pack(scheme, stored[None])[0])
+    bits = codes.pack_rows(want.scales[None])[0].view(np.uint16)
+    np.testing.assert_array_equal(got.scales.view(np.uint16), bits)
+    step = group_size or n_columns
+    groups = [(x[:, i : i + step] != 0).any(axis=1) for i in range(0, n_columns, step)]
+    assert got.n_underflowed == (np.stack(groups, axis=1) & (want.scales == 0)).sum()
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (19, 77)])
+def test_float_packing_rounds_half_to_even(tier: str, kind: str, dtype: str, shape: tuple[int, int]) -> None:
+    for values in VALUE_CLASSES:
+        raw, x = as_dtype(make_values(values, *shape, seed=1), dtype)
+        x = np.clip(x, -65504, 65504) if kind == "f16" else x  # BF16 rounds 65504 up
+        raw = x if kind == "f16" else raw
+        narrow = {"f16": lambda v: v.astype(np.float16), "bf16": codes.f32_to_bf16, "f32": lambda v: v}
+        want = narrow[kind](x)
+        got = kernels.pack_float(raw, "F32" if raw.dtype == np.float32 else dtype, QuantScheme(kind))
+        np.testing.assert_array_equal(got, codes.pack(QuantScheme(kind), want[None])[0])
+
+
+def test_every_f16_is_read_and_written_exactly(tier: str) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    finite = bits[np.isfinite(bits.view(np.float16))].view(np.float16).reshape(-1, 64)
+    wide = kernels.pack_float(finite, "F16", QuantScheme("f32"))
+    back = codes.unpack(QuantScheme("f32"), wide[None], *finite.shape)[0]
+    np.testing.assert_array_equal(back.view(np.uint32), finite.astype(np.float32).view(np.uint32))
+    same = kernels.pack_float(back.astype(np.float32), "F32", QuantScheme("f16"))
+    np.testing.assert_array_equal(same, codes.pack(QuantScheme("f16"), finite[None])[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "scheme", "reason"),
+    [
+        (np.nan, "F32", QuantScheme("int4", 32, "f16"), "NaN"),
+        (-np.inf, "F16", QuantScheme("int8", 0, "f16"), "infinity"),
+        (6e5, "F32", QuantScheme("int4", 32, "f16"), "a scale beyond FP16"),
+        (1e20, "BF16", QuantScheme("int8", 64, "f16"), "a scale beyond FP16"),
+        (np.nan, "BF16", QuantScheme("bf16"), "NaN"),
+        (65520.0, "F32", QuantScheme("f16"), "a value beyond the range of its new type"),
+        (3.4e38, "F32", QuantScheme("bf16"), "a value beyond the range of its new type"),
+    ],
+)
+def test_a_value_that_cannot_be_coded_is_named(
+    tier: str, value: float, dtype: str, scheme: QuantScheme, reason: str
+) -> None:
+    x = np.zeros((40, 70), np.float32)
+    x[35, 64] = value
+    raw = x.view(np.uint32).astype(np.uint64) >> 16 if dtype == "BF16" else x.astype({"F16": "f2", "F32": "f4"}[dtype])
+    raw = raw.astype(np.uint16) if dtype == "BF16" else raw
+    with pytest.raises(kernels.BadValueError) as caught:
+        (kernels.pack_float if scheme.is_float else kernels.quantize_rtn)(raw, dtype, scheme)
+    assert (caught.value.reason, caught.value.row) == (reason, 35)
+    if reason != "a scale beyond FP16":
+        assert caught.value.column == 64
+
+
+# ---- products ----
+
+
+def coded(kind: str, group_size: int, w: F32) -> tuple[QuantScheme, dict[str, npt.NDArray[np.generic]], F32]:
+    """Scheme, parts, and the float32 weights that the parts stand for."""
+    if kind in ("int4", "int8"):
+        scheme = QuantScheme(kind, group_size, "f16")
+        packed = kernels.quantize_rtn(w, "F32", scheme)
+        parts: dict[str, npt.NDArray[np.generic]] = {"codes": packed.codes, "scales": packed.scales}
+    else:
+        scheme = QuantScheme(kind)
+        parts = {"values": kernels.pack_float(w, "F32", scheme)}
+    return scheme, parts, codes.dequantize(scheme, w.shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
+
+
+def integer_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
+    """docs/numerics.md 2 in numpy: the same float32 operations in the same order."""
+    n_rows, n_columns = w.shape
+    group = scheme.group_size or n_columns
+    block = min(group, 128)
+    scales = codes.unpack_rows(np.asarray(parts["scales"])[None], n_rows)[0].astype(np.float32)
+    stored = codes.unpack(scheme, np.asarray(parts["codes"])[None], n_rows, n_columns)[0].astype(np.int64)
+    q = stored - 8 if scheme.kind == "int4" else stored
+    y = np.zeros((len(x), n_rows), np.float32)
+    for start in range(0, n_columns, block):
+        part = x[:, start : start + block]
+        a_scale = np.abs(part).max(axis=1) / np.float32(32767)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            a = np.where(a_scale[:, None] > 0, np.rint(part / a_scale[:, None]), 0).astype(np.int64)
+        isum = a @ q[:, start : start + block].T
+        assert np.abs(isum).max() < 2**31
+        y += isum.astype(np.float32) * (scales[:, start // group][None] * a_scale[:, None])
+    return y
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 12, 13, 31])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int, n_tokens: int) -> None:
+    rng = np.random.default_rng(7)
+    for n_rows, n_columns in ((3, 5), (40, 200), (16, 576), (65, 1000)):
+        w = rng.standard_normal((n_rows, n_columns)).astype(np.float32)
+        x = rng.standard_normal((n_tokens, n_columns)).astype(np.float32)
+        x[rng.random(x.shape) < 0.01] *= 200
+        x[0, : n_columns // 2] = 0
+        scheme, parts, _ = coded(kind, group_size, w)
+        got = kernels.matmul(scheme, w.shape, parts, x, threads=2)
+        np.testing.assert_array_equal(got.view(np.uint32), integer_product(scheme, w, parts, x).view(np.uint32))
+
+
+def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
+    rng = np.random.default_rng(3)
+    w = rng.standard_normal((64, 4096)).astype(np.float32)
+    x = rng.standard_normal((4, 4096)).astype(np.float32)
+    scheme, parts, wq = coded("int4", 128, w)
+    exact = x.astype(np.float64) @ wq.T.astype(np.float64)
+
+    def error(y: npt.NDArray[np.floating]) -> float:
+        return float(np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2)))
+
+    assert error(kernels.matmul(scheme, w.shape, parts, x)) < error(x.astype(np.float16).astype(np.float64) @ wq.T) / 4
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("n_tokens", [1, 3, 14])
+def test_float_products_are_one_chain_of_fused_multiply_adds(tier: str, kind: str, n_tokens: int) -> None:
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    libm.fmaf.restype, libm.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    rng = np.random.default_rng(5)
+    w = rng.standard_normal((21, 137)).astype(np.float32)
+    x = rng.standard_normal((n_tokens, 137)).astype(np.float32)
+    scheme, parts, wq = coded(kind, 0, w)
+    want = np.zeros((n_tokens, 21), np.float32)
+    for m in range(n_tokens):
+        for n in range(21):
+            acc = 0.0
+            for k in range(137):
+                acc = libm.fmaf(float(wq[n, k]), float(x[m, k]), acc)
+            want[m, n] = acc
+    got = kernels.matmul(scheme, w.shape, parts, x, threads=2)
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_bad_activation_is_not_hidden(tier: str, value: float) -> None:
+    w = np.ones((16, 256), np.float32)
+    x = np.ones((2, 256), np.float32)
+    x[1, 200] = value
+    scheme, parts, _ = coded("int4", 128, w)
+    y = kernels.matmul(scheme, w.shape, parts, x)
+    assert np.isfinite(y[0]).all()
+    assert np.isnan(y[1]).all()
+
+
+# ---- threads ----
+
+
+def write_cgroup(root: object, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name  # type: ignore[operator]  # pathlib.Path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
+                "sys/fs/cgroup/a/b/cpu.max": "200000 100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:memory:/x\n2:cpu,cpuacct:/x\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "2:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_cgroup_quota_is_honoured(tmp_path: object, files: dict[str, str], cpus: float | None) -> None:
+    write_cgroup(tmp_path, files)
+    assert kernels._cgroup_cpus(tmp_path) == cpus  # type: ignore[arg-type]  # pathlib.Path
