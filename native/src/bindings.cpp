@@ -51,11 +51,16 @@ Dtype dtype_of(const std::string& name) {
 
 const char* reason_of(Bad bad) {
   switch (bad) {
-    case Bad::kNan: return "NaN";
-    case Bad::kInfinite: return "infinity";
-    case Bad::kScale: return "a scale beyond FP16";
-    case Bad::kValue: return "a value beyond the range of its new type";
-    default: return "";
+    case Bad::kNan:
+      return "NaN";
+    case Bad::kInfinite:
+      return "infinity";
+    case Bad::kScale:
+      return "a scale beyond FP16";
+    case Bad::kValue:
+      return "a value beyond the range of its new type";
+    default:
+      return "";
   }
 }
 
@@ -64,7 +69,8 @@ Matrix matrix_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int
                  size_t lines_nbytes, const uint8_t* scales, size_t scales_nbytes) {
   Matrix w;
   w.kind = kind_of(kind);
-  require(n_rows > 0 && n_columns > 0 && n_rows < (int64_t{1} << 31) && n_columns < (int64_t{1} << 31), "empty or huge matrix");
+  require(n_rows > 0 && n_columns > 0 && n_rows < (int64_t{1} << 31) && n_columns < (int64_t{1} << 31),
+          "empty or huge matrix");
   w.n_rows = n_rows;
   w.n_columns = n_columns;
   if (!is_float(w.kind)) {
@@ -151,7 +157,8 @@ struct BoundModel {
 BoundModel* new_model(int64_t vocab_size, int64_t hidden_size, int64_t intermediate_size, int64_t n_layers, int64_t n_heads,
                       int64_t n_kv_heads, int64_t head_dim, float norm_eps, std::vector<float> inverse_frequencies,
                       std::vector<int64_t> windows, int threads) {
-  require(vocab_size > 0 && hidden_size > 0 && intermediate_size > 0 && n_layers > 0 && head_dim > 0, "sizes must be positive");
+  require(vocab_size > 0 && hidden_size > 0 && intermediate_size > 0 && n_layers > 0 && head_dim > 0,
+          "sizes must be positive");
   require(n_kv_heads > 0 && n_heads > 0 && n_heads % n_kv_heads == 0, "heads are not a multiple of KV heads");
   require(static_cast<int64_t>(inverse_frequencies.size()) * 2 == head_dim, "one frequency for each pair of a head");
   require(windows.empty() || static_cast<int64_t>(windows.size()) == n_layers, "one window a layer");
@@ -225,7 +232,8 @@ NB_MODULE(_native, m) {
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "n_threads"_a);
   m.def("convert", &convert, "pool"_a, "values"_a, "dtype"_a, "n_rows"_a, "n_columns"_a, "kind"_a, "group_size"_a, "codes"_a,
         "scales"_a);
-  m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a, "y"_a);
+  m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a,
+        "y"_a);
 
   nb::class_<Session>(m, "Session")
       .def_prop_ro("n_tokens", [](const Session& s) { return s.n_tokens; })
@@ -235,8 +243,9 @@ NB_MODULE(_native, m) {
       .def("set_linear", &set_linear, "layer"_a, "part"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a,
            "scales"_a)
       .def("set_vector", &set_vector, "layer"_a, "part"_a, "values"_a)
-      .def("session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
-           "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
+      .def(
+          "session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
+          "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a);
   m.def("new_model", &new_model, "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "n_layers"_a, "n_heads"_a,
         "n_kv_heads"_a, "head_dim"_a, "norm_eps"_a, "inverse_frequencies"_a, "windows"_a, "threads"_a,

@@ -25,7 +25,9 @@ std::vector<const Kernels*> available_kernels() {
   const Kernels* const built[] = {
       &kScalarKernels,
 #if defined(W4CONV_TIER_AVX2)
-      &kAvx2Kernels, &kAvx512Kernels, &kAvx512VnniKernels,
+      &kAvx2Kernels,
+      &kAvx512Kernels,
+      &kAvx512VnniKernels,
 #endif
   };
   std::vector<const Kernels*> out;

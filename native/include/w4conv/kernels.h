@@ -10,10 +10,10 @@
 namespace w4conv {
 
 constexpr int kTileRows = 16;
-constexpr int kBlock = 128;       // columns that share an activation scale, at most
-constexpr int kTokenGroup = 12;   // tokens interleaved for the GEMM
-constexpr int kKeyTile = 16;      // keys stored together in the K cache
-constexpr int kKeyBlock = 64;     // keys between two updates of the running softmax
+constexpr int kBlock = 128;      // columns that share an activation scale, at most
+constexpr int kTokenGroup = 12;  // tokens interleaved for the GEMM
+constexpr int kKeyTile = 16;     // keys stored together in the K cache
+constexpr int kKeyBlock = 64;    // keys between two updates of the running softmax
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -26,9 +26,9 @@ constexpr int columns_per_dword(Kind kind) {
 struct Matrix {
   Kind kind = Kind::kF32;
   int64_t n_rows = 0, n_columns = 0;
-  int64_t group_size = 0;             // columns that share a weight scale; n_columns for whole rows; 0 for floats
-  const uint32_t* lines = nullptr;    // [tile][n_lines][16]
-  const uint16_t* scales = nullptr;   // [tile][n_groups][16] FP16; null for floats
+  int64_t group_size = 0;            // columns that share a weight scale; n_columns for whole rows; 0 for floats
+  const uint32_t* lines = nullptr;   // [tile][n_lines][16]
+  const uint16_t* scales = nullptr;  // [tile][n_groups][16] FP16; null for floats
 
   int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }
   int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
@@ -75,7 +75,7 @@ constexpr int64_t dtype_nbytes(Dtype d) { return d == Dtype::kF32 ? 4 : 2; }
 enum class Bad : uint8_t { kNone, kNan, kInfinite, kScale, kValue };
 struct TileStatus {
   Bad bad = Bad::kNone;
-  int32_t row = 0;       // within the tile
+  int32_t row = 0;  // within the tile
   int64_t column = 0;
   int64_t n_underflowed = 0;  // groups of nonzero values whose FP16 scale is zero
 };

@@ -26,10 +26,10 @@ BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* val
       const int n = static_cast<int>(std::min<int64_t>(kTileRows, n_rows - tile * kTileRows));
       uint32_t* out = lines + tile * n_lines * 16;
       statuses[tile] =
-          is_float(kind)
-              ? kernels.pack_tile(rows, row_nbytes, dtype, n, n_columns, kind, out, s.row.data(), s.bytes.data())
-              : kernels.quantize_tile(rows, row_nbytes, dtype, n, n_columns, kind, group_size, out,
-                                      scales + tile * n_groups * 16, s.row.data(), reinterpret_cast<int8_t*>(s.bytes.data()));
+          is_float(kind) ? kernels.pack_tile(rows, row_nbytes, dtype, n, n_columns, kind, out, s.row.data(), s.bytes.data())
+                         : kernels.quantize_tile(rows, row_nbytes, dtype, n, n_columns, kind, group_size, out,
+                                                 scales + tile * n_groups * 16, s.row.data(),
+                                                 reinterpret_cast<int8_t*>(s.bytes.data()));
     }
   });
   BlockStatus out;

@@ -42,7 +42,8 @@ Model::Model(ModelConfig config, int n_threads, const Kernels& kernels)
       rope_(config_.inverse_frequencies),
       layers_(static_cast<size_t>(config_.n_layers)) {
   scratch_.reserve(kScratchBytes * static_cast<size_t>(n_threads));
-  attention_scratch_.reserve_for<float>(attention_scratch(config_.n_heads / config_.n_kv_heads, config_.head_dim) * n_threads);
+  attention_scratch_.reserve_for<float>(attention_scratch(config_.n_heads / config_.n_kv_heads, config_.head_dim) *
+                                        n_threads);
 }
 
 void Model::embed(int32_t token, float* out) const {
@@ -54,9 +55,15 @@ void Model::embed(int32_t token, float* out) const {
     const uint32_t bits = dword[k / columns * 16];
     const int64_t i = k % columns;
     switch (w.kind) {
-      case Kind::kF32: out[k] = __builtin_bit_cast(float, bits); break;
-      case Kind::kBf16: out[k] = __builtin_bit_cast(float, (bits >> (16 * i) & 0xFFFFu) << 16); break;
-      case Kind::kF16: out[k] = from_f16(bits >> (16 * i) & 0xFFFFu); break;
+      case Kind::kF32:
+        out[k] = __builtin_bit_cast(float, bits);
+        break;
+      case Kind::kBf16:
+        out[k] = __builtin_bit_cast(float, (bits >> (16 * i) & 0xFFFFu) << 16);
+        break;
+      case Kind::kF16:
+        out[k] = from_f16(bits >> (16 * i) & 0xFFFFu);
+        break;
       default: {
         const float scale = from_f16(w.scales[(tile * w.n_groups() + k / w.group_size) * 16 + row]);
         const int code = w.kind == Kind::kInt8 ? static_cast<int8_t>(bits >> (8 * i))

@@ -18,19 +18,23 @@ CosSin cos_sin(double x) {
   const double z = r * r;
   double s = 0, c = 0;
   // terms r^(2k+1) / (2k+1)! and r^2k / (2k)!, smallest first
-  constexpr double kSin[] = {1.0 / 355687428096000, -1.0 / 1307674368000, 1.0 / 6227020800, -1.0 / 39916800, 1.0 / 362880,
-                             -1.0 / 5040, 1.0 / 120, -1.0 / 6};
-  constexpr double kCos[] = {1.0 / 20922789888000, -1.0 / 87178291200, 1.0 / 479001600, -1.0 / 3628800, 1.0 / 40320,
-                             -1.0 / 720, 1.0 / 24, -1.0 / 2};
+  constexpr double kSin[] = {1.0 / 355687428096000, -1.0 / 1307674368000, 1.0 / 6227020800, -1.0 / 39916800,
+                             1.0 / 362880,          -1.0 / 5040,          1.0 / 120,        -1.0 / 6};
+  constexpr double kCos[] = {1.0 / 20922789888000, -1.0 / 87178291200, 1.0 / 479001600, -1.0 / 3628800,
+                             1.0 / 40320,          -1.0 / 720,         1.0 / 24,        -1.0 / 2};
   for (double k : kSin) s = s * z + k;
   for (double k : kCos) c = c * z + k;
   s = r + r * z * s;
   c = 1.0 + z * c;
   switch (static_cast<int64_t>(n) & 3) {
-    case 0: return {c, s};
-    case 1: return {-s, c};
-    case 2: return {-c, -s};
-    default: return {s, -c};
+    case 0:
+      return {c, s};
+    case 1:
+      return {-s, c};
+    case 2:
+      return {-c, -s};
+    default:
+      return {s, -c};
   }
 }
 

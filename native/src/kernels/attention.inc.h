@@ -12,7 +12,8 @@ void store_kv_as(const KvCache& cache, int64_t position, const float* key, const
   const int64_t d = cache.head_dim, stride = cache.value_stride();
   alignas(64) float row[kLanes];
   for (int64_t head = 0; head < cache.n_kv_heads; head++) {
-    T* keys = static_cast<T*>(cache.keys) + (head * cache.capacity + position / kKeyTile * kKeyTile) * d + position % kKeyTile;
+    T* keys =
+        static_cast<T*>(cache.keys) + (head * cache.capacity + position / kKeyTile * kKeyTile) * d + position % kKeyTile;
     T* values = static_cast<T*>(cache.values) + (head * cache.capacity + position) * stride;
     for (int64_t i = 0; i < stride; i += kLanes) {
       const int64_t n = d - i < kLanes ? d - i : kLanes;  // may be 0 or less in the padding
@@ -36,10 +37,10 @@ void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_
   const int64_t d = cache.head_dim, stride = cache.value_stride();
   const T* keys = static_cast<const T*>(cache.keys) + kv_head * cache.capacity * d;
   const T* values = static_cast<const T*>(cache.values) + kv_head * cache.capacity * stride;
-  float* const acc = scratch;                          // [n_group][stride]
-  float* const scores = acc + n_group * stride;        // [n_group][kKeyBlock]
-  float* const sums = scores + n_group * kKeyBlock;    // [n_group][16]
-  float* const maxima = sums + n_group * kTileRows;    // [n_group]
+  float* const acc = scratch;                        // [n_group][stride]
+  float* const scores = acc + n_group * stride;      // [n_group][kKeyBlock]
+  float* const sums = scores + n_group * kKeyBlock;  // [n_group][16]
+  float* const maxima = sums + n_group * kTileRows;  // [n_group]
   for (int64_t i = 0; i < n_group * stride; i += kLanes) store(acc + i, vf{});
   for (int64_t i = 0; i < n_group * kTileRows; i += kLanes) store(sums + i, vf{});
   for (int64_t g = 0; g < n_group; g++) maxima[g] = -__builtin_inff();

@@ -86,10 +86,10 @@ void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_colum
 struct IntBlock {
   const uint32_t* weights;  // scratch
   int64_t n_pairs;
-  const uint32_t* pairs;     // of the first token
+  const uint32_t* pairs;  // of the first token
   const float* scales;
-  const int32_t* starts;     // neg8_sums, or null where codes have no offset
-  int64_t stride;            // tokens in the group
+  const int32_t* starts;  // neg8_sums, or null where codes have no offset
+  int64_t stride;         // tokens in the group
 };
 
 template <int kTilesNow, int kTokensNow>
