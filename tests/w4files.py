@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
+
 from w4conv import codes, scheme
-from w4conv.container import Layout, TensorPlan, Writer, plan
+from w4conv.container import Container, Layout, TensorPlan, Writer, plan, validate
+from w4conv.errors import FormatError
 from w4conv.scheme import QuantScheme
 
 PROVENANCE: dict[str, Any] = {
@@ -31,18 +37,14 @@ ALL_SCHEMES = [
 def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     """Codes, scales and zero points of a tensor, random and packed, as uint8 arrays."""
     rng = np.random.default_rng(seed)
-    dtype = codes.VALUE_DTYPES.get(coding.kind)
     if len(shape) < 2:
-        assert dtype is not None
         return {"values": random_values(coding, shape, seed).reshape(-1).view(np.uint8)}
     n_matrices, n_rows, n_columns = codes.matrix_shape(shape)
     matrices = (n_matrices, n_rows, n_columns)
     if coding.is_float:
         return {"values": as_bytes(codes.pack(coding, random_values(coding, matrices, seed)))}
-    if coding.kind == "int8":
-        q = rng.integers(-128, 128, matrices, np.int8)
-    else:
-        q = rng.integers(0, 16, matrices, np.uint8)
+    lowest, end, dtype = (-128, 128, np.int8) if coding.kind == "int8" else (0, 16, np.uint8)
+    q = rng.integers(lowest, end, matrices, dtype)
     groups = (n_matrices, n_rows, coding.n_groups(n_columns))
     scales = rng.standard_normal(groups).astype(codes.SCALE_DTYPES[coding.scale_dtype])
     parts = {"codes": as_bytes(codes.pack(coding, q)), "scales": as_bytes(codes.pack_rows(scales))}
@@ -97,3 +99,57 @@ SMALL_TENSORS: dict[str, tuple[QuantScheme, tuple[int, ...]]] = {
     "zero points": (QuantScheme("int4z", 0, "f32"), (2, 17, 9)),
     "plain": (scheme.BF16, (3, 3)),
 }
+
+
+def rebuild(
+    raw: bytes,
+    change: Callable[[dict[str, Any]], object] | None = None,
+    *,
+    index: bytes | None = None,
+    header: Mapping[str, int] | None = None,
+    data: Callable[[bytearray], object] | None = None,
+    seal: bool = True,
+) -> bytes:
+    """The file with its index, header fields or data section changed and every digest made to fit again.
+
+    Written apart from w4conv: what a careful attacker, or another writer with a fault, would produce.
+    change: alters the parsed index. index: bytes to take instead. header: fields to set at last.
+    data: alters the data section. seal: recompute the digests of parts and trailer.
+    """
+    names = ["file_nbytes", "index_nbytes", "data_offset", "data_nbytes", "n_parts", "n_sources", "reserved"]
+    fields = dict(zip(names, struct.unpack_from("<QQQQIIQ", raw, 16), strict=True))
+    version = {"major": raw[8], "minor": raw[10], "header_nbytes": 128}
+    end = fields["data_offset"] + fields["data_nbytes"]
+    section, trailer = bytearray(raw[fields["data_offset"] : end]), raw[end:]
+    old_index = raw[128 : 128 + fields["index_nbytes"]]
+    parsed = json.loads(old_index)
+    places = [(p["offset"], p["nbytes"]) for p in parsed["blobs"] + [p for t in parsed["tensors"] for p in t["parts"]]]
+    if change:
+        change(parsed)
+    if index is None:
+        index = json.dumps(parsed, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    if data:
+        data(section)
+    fields["index_nbytes"] = len(index)
+    fields["data_offset"] = -(-(128 + len(index)) // 4096) * 4096
+    fields["file_nbytes"] = fields["data_offset"] + len(section) + len(trailer)
+    fields |= version | dict(header or {})
+    head = b"\x89W4C\r\n\x1a\n" + struct.pack(
+        "<HHIQQQQIIQ", fields["major"], fields["minor"], fields["header_nbytes"], *(fields[n] for n in names)
+    )
+    head += blake3(index).digest()
+    head_digest = blake3(head).digest()
+    if seal:
+        digests = b"".join(blake3(bytes(section[o : o + n])).digest() for o, n in places)
+        digests += trailer[len(digests) : -32]
+        trailer = digests + blake3(head_digest + digests).digest()
+    gap = bytes(-(128 + len(index)) % 4096)
+    return head + head_digest + index + gap + bytes(section) + trailer
+
+
+def open_bytes(raw: bytes) -> Container:
+    """A container in memory, by the rules of `open_container` but for the file itself."""
+    head = validate.header(raw[:128], where="memory")
+    if head.file_nbytes != len(raw):
+        raise FormatError("memory: wrong size", clause="2.5")
+    return Container(Path("memory"), np.frombuffer(raw, np.uint8), head)

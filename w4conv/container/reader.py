@@ -45,16 +45,16 @@ def read_header(stream: BinaryIO, *, where: str = "standard input") -> Container
     if len(index_raw) < head.index_nbytes:
         raise FormatError(f"{where}: ends inside the index. Fetch it again", clause="2.5")
     index = validate.index(index_raw, head, where=where)
-    position = HEADER_NBYTES + len(index_raw)
+    position, gap_clause = HEADER_NBYTES + len(index_raw), "4.1"
     blobs = {}
     for name, part in index.blobs.items():
         gap, data = _read(stream, part.offset - position), _read(stream, part.nbytes)
         if any(gap):
-            raise FormatError(f"{where}: the bytes before blob {name!r} are not zero", clause="4.3")
+            raise FormatError(f"{where}: the bytes before blob {name!r} are not zero", clause=gap_clause)
         if len(data) < part.nbytes:
             raise FormatError(f"{where}: ends inside blob {name!r}. Fetch it again", clause="2.5")
         blobs[name] = data
-        position = part.end
+        position, gap_clause = part.end, "4.3"
     return ContainerHeader(index.tensors, blobs, index.provenance, head.file_nbytes)
 
 

@@ -68,10 +68,10 @@ def header(raw: bytes, *, where: str) -> Header:
 def _explain_signature(raw: bytes) -> str:
     if not raw:
         return "the file is empty"
-    if raw.startswith(b"\x89W4C"):
-        return "line ends of the signature were changed: the file was transferred as text. Fetch it again as binary"
     if layout.SIGNATURE.startswith(raw):
         return f"the file ends inside the signature: {len(raw)} bytes. Fetch it again"
+    if raw.startswith(b"\x89W4C"):
+        return "line ends of the signature were changed: the file was transferred as text. Fetch it again as binary"
     return f"not a .w4 file: it starts with {raw[:8].hex(' ')}, expected {layout.SIGNATURE.hex(' ')}"
 
 

@@ -1,0 +1,339 @@
+"""quantize: a checkpoint in, a `.w4` container out, a block of rows at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes, kernels
+from w4conv.container import STDOUT, Layout, TensorPlan, Writer, check_target, open_target, plan
+from w4conv.digests import FileDigests
+from w4conv.errors import InputError, UsageError
+from w4conv.models import parse_config
+from w4conv.models.spec import ModelSpec
+from w4conv.progress import Progress, Silent
+from w4conv.quantize.recipe import Recipe, make_recipe
+from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.sources import open_source
+from w4conv.sources.base import Source
+
+TOOL: Final = "w4conv 0.1.0"
+METHOD: Final = "rtn"
+BLOCK_NBYTES: Final = 1 << 25  # of source values held at a time
+HEAD: Final = "lm_head.weight"
+# Buffers that old checkpoints carry and that follow from the config.
+HARMLESS: Final = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias")
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeTotal:
+    """All tensors of one scheme; nbytes with scales, without padding between parts."""
+
+    scheme: str
+    n_tensors: int
+    n_parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion did, or with dry_run would do.
+
+    input_nbytes: all source files. output_nbytes: the container, exact. bits_per_weight: tensors with scales and row
+    padding, over all parameters. seconds, mb_per_second (1e6 bytes of input) and digest are None after a dry run.
+    """
+
+    source: str
+    source_kind: str
+    out: str
+    dry_run: bool
+    architecture: str
+    scheme: str
+    group_size: int
+    embeddings: str
+    n_tensors: int
+    n_parameters: int
+    input_nbytes: int
+    output_nbytes: int
+    bits_per_weight: float
+    schemes: tuple[SchemeTotal, ...]
+    notes: tuple[str, ...]
+    seconds: float | None = None
+    mb_per_second: float | None = None
+    digest: str | None = None
+
+
+def quantize(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    scheme: str = "w4a16",
+    group_size: int | str = 128,
+    embeddings: str | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
+
+    scheme: "w4a16", "w8a16", "f16", "bf16", "f32" or "keep" for linear weights. group_size: 32, 64, 128, 256, or "row".
+    embeddings: "int8", "int4", "f16" or "keep" for embedding and head; None means int8 for w4a16 and w8a16, else as the
+    scheme. Vectors keep the type they have. threads: None for as many as this process may use. out: "-" is standard
+    output. dry_run: plan and check everything but the values, write nothing.
+
+    The file appears whole under its name or not at all. The same source and options give the same bytes.
+    Raises UsageError, InputError (missing, damaged or unsupported source; NaN, infinity or overflow), OutputError.
+    """
+    started = time.perf_counter()
+    src, out = Path(src), Path(out)
+    recipe = make_recipe(scheme, group_size=group_size, embeddings=embeddings)
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads is {threads}, expected 1 or more")
+    _refuse_out_in_source(src, out)
+    with open_source(src) as source:
+        _refuse_same_file(source, out)
+        conversion = _Conversion(source, recipe)
+        check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
+        if dry_run:
+            return conversion.report(out)
+        digest, notes = conversion.write(out, overwrite=overwrite, threads=threads, progress=progress or Silent())
+    return conversion.report(out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
+
+
+def _refuse_out_in_source(src: Path, out: Path) -> None:
+    if out == STDOUT:
+        return
+    source, target = src.resolve(), out.resolve()
+    if target == source:
+        raise UsageError(f"{out} is the source itself. Name another output")
+    if source.is_dir() and target.is_relative_to(source):
+        raise UsageError(f"{out} lies inside the source {src}. Write outside of it")
+
+
+def _refuse_same_file(source: Source, out: Path) -> None:
+    """A link may lead from the output to a file of the source."""
+    if out == STDOUT or not out.exists():
+        return
+    for file in source.files:
+        if out.samefile(file):
+            raise UsageError(f"{out} is {file.name} of the source. Name another output")
+
+
+class _Conversion:
+    """One source planned by one recipe."""
+
+    def __init__(self, source: Source, recipe: Recipe) -> None:
+        self._source = source
+        self._recipe = recipe
+        self._notes = list(source.notes)
+        self._spec = self._parse_spec()
+        tensors = self._plan_tensors()
+        self._file_nbytes = [file.stat().st_size for file in source.files]
+        blobs = {name: source.blobs[name] for name in sorted(source.blobs)}
+        self.layout: Layout = plan(tensors, blobs, self._provenance(tensors))
+
+    def _fail(self, message: str) -> InputError:
+        return InputError(f"{self._source.path}: {message}")
+
+    def _parse_spec(self) -> ModelSpec:
+        try:
+            config = json.loads(self._source.blobs["config.json"])
+        except (ValueError, RecursionError) as error:
+            raise self._fail(f"config.json is not JSON: {error}") from error
+        if not isinstance(config, Mapping):
+            raise self._fail("config.json is not a JSON object")
+        return parse_config(config, {name: t.shape for name, t in self._source.tensors.items()})
+
+    def _plan_tensors(self) -> list[TensorPlan]:
+        """Every tensor that the model needs, checked against the source; notes what of the source is left out."""
+        needed = {t.name: t for t in self._spec.tensors()}
+        stored = self._source.tensors
+        missing = [name for name in needed if name not in stored]
+        if missing:
+            raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. Fetch the checkpoint again")
+        extra = [name for name in stored if name not in needed]
+        if self._spec.tied_head and HEAD in extra:
+            extra.remove(HEAD)
+            self._note_tied_head()
+        if unknown := [name for name in extra if not name.endswith(HARMLESS)]:
+            raise self._fail(
+                f"tensors that {self._spec.architecture} does not have: {_some(unknown)}. "
+                "The config does not belong to these weights, or the model is of a kind not supported"
+            )
+        if extra:
+            self._notes.append(f"left out, since the config says as much: {_some(sorted(extra))}")
+        out = []
+        for name, t in needed.items():
+            found = stored[name]
+            if found.shape != t.shape:
+                raise self._fail(f"{name}: shape is {found.shape}, but the config asks for {t.shape}")
+            coding = self._recipe.scheme_for(t.role, t.shape, found.dtype)
+            out.append(TensorPlan(name, t.shape, coding, found.stored_as))
+        return out
+
+    def _note_tied_head(self) -> None:
+        embedding = self._spec.tensors()[0].name
+        if self._equal(embedding, HEAD):
+            self._notes.append(f"{HEAD} equals {embedding} and is stored once")
+        else:
+            self._notes.append(
+                f"{HEAD} differs from {embedding}, but tie_word_embeddings in the config wins: it is left out"
+            )
+
+    def _equal(self, a: str, b: str) -> bool:
+        first, second = self._source.tensors[a], self._source.tensors[b]
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        return all(
+            np.array_equal(_bits(self._source.read(a, rows)), _bits(self._source.read(b, rows)))
+            for rows in self._row_blocks(a)
+        )
+
+    def _provenance(self, tensors: list[TensorPlan]) -> dict[str, Any]:
+        """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
+        files = zip(self._source.files, self._file_nbytes, strict=True)
+        record: dict[str, Any] = {
+            "tool": TOOL,
+            "method": METHOD,
+            "scheme": self._recipe.scheme,
+            "embeddings": self._recipe.embeddings,
+            "source": {
+                "kind": self._source.kind,
+                "files": [{"name": file.name, "nbytes": nbytes} for file, nbytes in files],
+            },
+            "notes": self._notes.copy(),
+        }
+        if not all(t.scheme.is_float for t in tensors):
+            record["group_size"] = self._recipe.group_size
+        return record
+
+    def write(
+        self, out: Path, *, overwrite: bool, threads: int | None, progress: Progress
+    ) -> tuple[str, tuple[str, ...]]:
+        """(conversion digest, notes on the values)."""
+        itemsize = {name: codes.VALUE_DTYPES[t.dtype.lower()].itemsize for name, t in self._source.tensors.items()}
+        progress.start(sum(t.n_values * itemsize[t.name] for t in self.layout.tensors.values()))
+        n_underflowed = n_tensors = 0
+        with (
+            FileDigests(self._source.files) as digests,
+            open_target(out, self.layout.file_nbytes, overwrite=overwrite) as target,
+        ):
+            writer = Writer(target, self.layout)
+            for name, info in self.layout.tensors.items():
+                n = self._write_tensor(writer, name, info.scheme, threads, progress)
+                n_underflowed += n
+                n_tensors += n > 0
+            digest = writer.finish(digests.result())
+        if not n_underflowed:
+            return digest, ()
+        return digest, (
+            f"{n_underflowed} groups in {n_tensors} tensors hold values so small that their FP16 scale is zero: "
+            "they became zeros",
+        )
+
+    def _write_tensor(
+        self, writer: Writer, name: str, scheme: QuantScheme, threads: int | None, progress: Progress
+    ) -> int:
+        """Convert one tensor; returns the number of groups whose scale underflowed."""
+        stored = self._source.tensors[name]
+        if len(stored.shape) < 2:
+            values = self._source.read(name)
+            self._check_finite(name, values, stored.dtype)
+            writer.write(name, "values", values)
+            progress.advance(values.nbytes, name)
+            return 0
+        scales: list[Array] = []
+        n_underflowed = 0
+        for rows in self._row_blocks(name):
+            values = self._source.read(name, rows)
+            try:
+                if scheme.is_float:
+                    writer.write(name, "values", kernels.pack_float(values, stored.dtype, scheme, threads=threads))
+                else:
+                    packed = kernels.quantize_rtn(values, stored.dtype, scheme, threads=threads)
+                    writer.write(name, "codes", packed.codes)
+                    scales.append(packed.scales)
+                    n_underflowed += packed.n_underflowed
+            except kernels.BadValueError as error:
+                raise self._bad_value(name, error.reason, (rows.start + error.row, error.column)) from None
+            progress.advance(values.nbytes, name)
+        if scales:
+            writer.write(name, "scales", np.concatenate(scales))
+        return n_underflowed
+
+    def _row_blocks(self, name: str) -> Iterator[slice]:
+        """Slices of the rows of a matrix, whole tiles of bounded size."""
+        stored = self._source.tensors[name]
+        n_rows, n_columns = stored.shape
+        row_nbytes = max(n_columns * codes.VALUE_DTYPES[stored.dtype.lower()].itemsize, 1)
+        step = max(BLOCK_NBYTES // row_nbytes // TILE_ROWS, 1) * TILE_ROWS
+        return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
+
+    def _check_finite(self, name: str, values: Array, dtype: str) -> None:
+        as_float = codes.bf16_to_f32(values.astype(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
+        bad = np.argwhere(~np.isfinite(as_float))
+        if len(bad):
+            at = tuple(bad[0].tolist())
+            raise self._bad_value(name, "NaN" if np.isnan(as_float[at]) else "infinity", at)
+
+    def _bad_value(self, name: str, reason: str, at: tuple[int, ...]) -> InputError:
+        place = f"row {at[0]}, column {at[1]}" if len(at) == 2 else f"element {at[0] if at else 0}"
+        advice = "Fetch the checkpoint again; if it is so at its origin, it is broken"
+        if "FP16" in reason:
+            advice = "Choose --scheme bf16, f32 or keep, which have the range"
+        return self._fail(f"{name}: {reason} at {place}. {advice}")
+
+    def report(
+        self, out: Path, *, notes: tuple[str, ...] = (), seconds: float | None = None, digest: str | None = None
+    ) -> ConversionReport:
+        tensors = list(self.layout.tensors.values())
+        totals: dict[str, SchemeTotal] = {}
+        for t in tensors:
+            old = totals.get(str(t.scheme), SchemeTotal(str(t.scheme), 0, 0, 0))
+            totals[old.scheme] = SchemeTotal(
+                old.scheme, old.n_tensors + 1, old.n_parameters + t.n_values, old.nbytes + t.nbytes
+            )
+        n_parameters = sum(t.n_values for t in tensors)
+        input_nbytes = sum(self._file_nbytes)
+        return ConversionReport(
+            source=str(self._source.path),
+            source_kind=self._source.kind,
+            out=str(out),
+            dry_run=digest is None,
+            architecture=self._spec.architecture,
+            scheme=self._recipe.scheme,
+            group_size=self._recipe.group_size,
+            embeddings=self._recipe.embeddings,
+            n_tensors=len(tensors),
+            n_parameters=n_parameters,
+            input_nbytes=input_nbytes,
+            output_nbytes=self.layout.file_nbytes,
+            bits_per_weight=8 * sum(t.nbytes for t in tensors) / n_parameters,
+            schemes=tuple(totals.values()),
+            notes=(*self._notes, *notes),
+            seconds=seconds,
+            mb_per_second=input_nbytes / seconds / 1e6 if seconds else None,
+            digest=digest,
+        )
+
+
+def _bits(values: Array) -> Array:
+    """Unsigned integers of the same size, which compare by their bytes: NaN equals itself, -0.0 is not 0.0."""
+    return values.view(f"u{values.itemsize}")
+
+
+def _some(names: list[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
