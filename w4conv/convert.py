@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import codes, kernels
+from w4conv import __version__, codes, kernels
 from w4conv.container import STDOUT, Layout, TensorPlan, Writer, check_target, open_target, plan
 from w4conv.digests import FileDigests
 from w4conv.errors import InputError, UsageError
@@ -25,7 +25,7 @@ from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 
-TOOL: Final = "w4conv 0.1.0"
+TOOL: Final = f"w4conv {__version__}"
 METHOD: Final = "rtn"
 BLOCK_NBYTES: Final = 1 << 25  # of source values held at a time
 HEAD: Final = "lm_head.weight"
