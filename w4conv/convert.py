@@ -290,8 +290,8 @@ class _Conversion:
     def _bad_value(self, name: str, reason: str, at: tuple[int, ...]) -> InputError:
         place = f"row {at[0]}, column {at[1]}" if len(at) == 2 else f"element {at[0] if at else 0}"
         advice = "Fetch the checkpoint again; if it is so at its origin, it is broken"
-        if "FP16" in reason:
-            advice = "Choose --scheme bf16, f32 or keep, which have the range"
+        if "beyond" in reason:
+            advice = "Choose a scheme with more range: bf16, f32 or keep"
         return self._fail(f"{name}: {reason} at {place}. {advice}")
 
     def report(
