@@ -1,0 +1,166 @@
+"""Perplexity by two published conventions, and the difference between two models on the same tokens.
+
+    convention   text               windows of ctx tokens               scored targets
+    "llama.cpp"  the file verbatim  disjoint, remainder dropped, 2 or   positions ctx/2 + 1 .. ctx - 1;
+                                    more; the first token of each is    255 a window at ctx 512
+                                    replaced by BOS if the model adds it
+    "gptq"       rows joined by     disjoint, remainder dropped, 1 or   positions 1 .. ctx - 1;
+                 blank lines        more; BOS only before the text      2047 a window at ctx 2048
+
+perplexity = exp(mean of -ln p(target)). In "gptq" all windows have the same number of targets, so the mean over tokens
+is the mean of window means that the papers give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.errors import InputError, UsageError
+
+F32Array = npt.NDArray[np.float32]
+F64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+DEFAULT_CTX: Final = {"llama.cpp": 512, "gptq": 2048}
+_MIN_WINDOWS: Final = {"llama.cpp": 2, "gptq": 1}
+_BLOCK_TOKENS: Final = 128  # logits held at a time
+
+
+class TokenSequence(Protocol):
+    """What is needed of a session of the engine."""
+
+    def append(self, token_ids: IntArray, *, all_logits: bool = False) -> F32Array: ...
+
+
+class Scorer(Protocol):
+    """What is needed of a model."""
+
+    def session(self) -> TokenSequence: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """tokens: (n_windows, ctx) int64. first_target: position of the first scored token of each window."""
+
+    tokens: IntArray
+    first_target: int
+    n_text_tokens: int
+
+    @property
+    def n_scored(self) -> int:
+        n_windows, ctx = self.tokens.shape
+        return int(n_windows * (ctx - self.first_target))
+
+
+def make_windows(
+    token_ids: Sequence[int], *, convention: str, ctx: int, bos_id: int | None, chunks: int | None = None
+) -> Windows:
+    """Cut a tokenized text. bos_id: the BOS token if the model adds one (the text then starts with it), else None.
+
+    chunks: only the first so many windows. Raises UsageError when the text is too short, or for impossible options.
+    """
+    if convention not in DEFAULT_CTX:
+        raise UsageError(f"convention {convention!r} is neither llama.cpp nor gptq")
+    if ctx < 4:
+        raise UsageError(f"ctx is {ctx}; a window needs at least 4 tokens")
+    if chunks is not None and chunks < 1:
+        raise UsageError(f"chunks is {chunks}, expected 1 or more")
+    needed = _MIN_WINDOWS[convention] * ctx
+    if len(token_ids) < needed:
+        raise UsageError(
+            f"the text has {len(token_ids):,} tokens; convention {convention} with ctx {ctx} needs at least "
+            f"{needed:,}. Use a longer text or a smaller --ctx"
+        )
+    n_windows = len(token_ids) // ctx
+    if chunks is not None:
+        n_windows = min(n_windows, chunks)
+    tokens = np.array(token_ids[: n_windows * ctx], np.int64).reshape(n_windows, ctx)
+    if convention == "gptq":
+        return Windows(tokens, 1, len(token_ids))
+    if bos_id is not None:
+        tokens[:, 0] = bos_id
+    return Windows(tokens, ctx // 2 + 1, len(token_ids))
+
+
+def token_nlls(model: Scorer, windows: Windows, *, advance: Callable[[int], None] | None = None) -> F64Array:
+    """-ln p of every scored token: (n_windows, n_targets) float64. advance: told the tokens done as they are.
+
+    Raises InputError when the model yields logits that are not finite.
+    """
+    n_windows, ctx = windows.tokens.shape
+    first = windows.first_target - 1  # position whose logits predict the first target
+    out = np.empty((n_windows, ctx - 1 - first))
+    for window, nll in zip(windows.tokens, out, strict=True):
+        session = model.session()
+        if first:
+            session.append(window[:first])
+        for start in range(first, ctx - 1, _BLOCK_TOKENS):
+            end = min(start + _BLOCK_TOKENS, ctx - 1)
+            logits = session.append(window[start:end], all_logits=True)
+            nll[start - first : end - first] = negative_log_likelihoods(logits, window[start + 1 : end + 1])
+        if advance is not None:
+            advance(ctx)
+    if not np.isfinite(out).all():
+        raise InputError("the model yields logits that are not finite, so it has no perplexity; its weights are broken")
+    return out
+
+
+def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:
+    """logits: (n, vocab_size) float32, targets: (n,). The log-sum-exp is taken in float64, relative to the maximum."""
+    out = np.empty(len(targets))
+    exponentials = np.empty(logits.shape[1])  # one row at a time stays in the cache: twice as fast as all at once
+    for i, (row, target) in enumerate(zip(logits, targets, strict=True)):
+        largest = float(row.max())
+        np.subtract(row, largest, out=exponentials, dtype=np.float64)
+        np.exp(exponentials, out=exponentials)
+        out[i] = math.log(exponentials.sum()) + (largest - float(row[target]))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A perplexity and its standard error: ppl * sqrt(var(nll) / (n - 1)), tokens taken as independent."""
+
+    value: float
+    stderr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Increase:
+    """How much larger one perplexity is than another on the same tokens.
+
+    difference and ratio with their standard errors, from the paired differences of -ln p token by token.
+    """
+
+    difference: float
+    difference_stderr: float
+    ratio: float
+    ratio_stderr: float
+
+
+def estimate(nlls: F64Array) -> Estimate:
+    value = math.exp(nlls.mean())
+    return Estimate(value, value * _stderr(nlls))
+
+
+def increase(nlls: F64Array, base: F64Array) -> Increase:
+    """Of `nlls` over `base`, two arrays of the same shape from `token_nlls` over the same windows."""
+    value, base_value = math.exp(nlls.mean()), math.exp(base.mean())
+    ratio = math.exp((nlls - base).mean())
+    # First order: d(e^a - e^b) = e^a da - e^b db, whose variance is that of the weighted differences.
+    return Increase(
+        difference=value - base_value,
+        difference_stderr=_stderr(value * nlls - base_value * base),
+        ratio=ratio,
+        ratio_stderr=ratio * _stderr(nlls - base),
+    )
+
+
+def _stderr(values: F64Array) -> float:
+    return math.sqrt(values.var() / (values.size - 1)) if values.size > 1 else math.inf
