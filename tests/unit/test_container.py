@@ -333,3 +333,21 @@ def test_codebooks_travel_in_the_index() -> None:
     (tensor,) = json.loads(raw[128 : 128 + n])["tensors"]
     words = np.array([int(word, 16) for word in tensor["codebook"]], np.uint32)
     assert as_bytes(words).tobytes() == codes.CODEBOOKS["nf4"].tobytes()
+
+
+@pytest.mark.parametrize("coding", ALL_SCHEMES, ids=repr)
+@pytest.mark.parametrize("shape", [(37, 9), (0, 9), (9, 0), (32, 8)], ids=str)
+def test_rows_are_those_of_the_whole(coding: QuantScheme, shape: tuple[int, ...]) -> None:
+    container = open_bytes(small_file({"w": (coding, shape)})[0])
+    whole = container.dequantize("w")
+    for start, stop in [(0, 0), (0, 37), (16, 32), (3, 5), (15, 17), (32, None), (36, 100), (20, 10), (-3, None)]:
+        rows = slice(start, stop)
+        assert np.array_equal(container.dequantize("w", rows), whole[rows]), rows
+    with pytest.raises(ValueError, match="has a step"):
+        container.dequantize("w", slice(0, 8, 2))
+
+
+def test_rows_of_vectors_and_stacks() -> None:
+    container = open_bytes(small_file()[0])
+    for name in ("norm", "zero points"):
+        assert np.array_equal(container.dequantize(name, slice(1, 3)), container.dequantize(name)[1:3])

@@ -20,6 +20,7 @@ from w4conv.container.integrity import check_data
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, Header, Part, TensorInfo, digest
 from w4conv.errors import FormatError, InputError
 from w4conv.progress import Progress
+from w4conv.scheme import TILE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -148,10 +149,28 @@ class Container:
                 return self.bytes_of(part)
         raise KeyError(f"{name} has no {kind}; it has {', '.join(p.kind for p in self.tensors[name].parts)}")
 
-    def dequantize(self, name: str) -> npt.NDArray[np.float32]:
-        """The values of a tensor, float32 of its original shape (w4-codes 5). Raises KeyError for an unknown name."""
+    def dequantize(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
+        """The values of a tensor, float32 of its original shape (w4-codes 5). Raises KeyError for an unknown name.
+
+        rows: a slice of the first axis without a step; of a matrix, only its tiles are read.
+        """
         info = self.tensors[name]
-        return codes.dequantize(info.scheme, info.shape, {part.kind: self.bytes_of(part) for part in info.parts})
+        parts = {part.kind: self.bytes_of(part) for part in info.parts}
+        if rows is None:
+            return codes.dequantize(info.scheme, info.shape, parts)
+        if len(info.shape) != 2:
+            return codes.dequantize(info.scheme, info.shape, parts)[rows]
+        n_rows, n_columns = info.shape
+        start, stop, step = rows.indices(n_rows)
+        if step != 1:
+            raise ValueError(f"rows {rows} has a step")
+        if stop <= start:
+            return np.empty((0, n_columns), np.float32)
+        first, end = start // TILE_ROWS, codes.n_tiles(stop)
+        before = first * TILE_ROWS
+        tiles = {kind: raw.reshape(codes.n_tiles(n_rows), -1)[first:end].reshape(-1) for kind, raw in parts.items()}
+        whole = codes.dequantize(info.scheme, (min(end * TILE_ROWS, n_rows) - before, n_columns), tiles)
+        return whole[start - before : stop - before]
 
     def check(self, progress: Progress | None = None) -> None:
         """Check every byte: all digests, all padding, all codes and scales (w4-container 7.2).
