@@ -112,7 +112,8 @@ TEXTS: list[tuple[str, str, bytes]] = [
     ("a lone surrogate", "3.1", b'{"blobs":"\\ud800"}'),
     ("nested a million deep", "3.1", nested(1 << 20)),
     ("byte order mark", "3.1", b"\xef\xbb\xbf{}"),
-    ("commas", "3.2", b"[" + b"1," * ((1 << 22) + 1) + b"1]"),
+    ("commas", "3.2", b"[" + b"1," * (1 << 22) + b"1]"),
+    ("brackets", "3.2", b"[{" * (1 << 21) + b"["),
     ("an array", "3.3", b"[]"),
     ("a key missing", "3.3", b'{"blobs":[],"tensors":[]}'),
 ]

@@ -107,8 +107,8 @@ class _IndexWalk:
     def _parse(self, raw: bytes) -> object:
         if layout.digest(raw) != self._head.index_digest:
             self._fail("2.11", "the index does not match its digest; the file is damaged. Fetch or convert it again")
-        if raw.count(b",") > layout.MAX_INDEX_COMMAS:
-            self._fail("3.2", f"the index has more than {layout.MAX_INDEX_COMMAS} commas")
+        if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > layout.MAX_INDEX_MARKS:
+            self._fail("3.2", f"the index has more than {layout.MAX_INDEX_MARKS} commas and opening brackets")
         try:
             parsed = json.loads(raw.decode())
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
