@@ -153,7 +153,7 @@ class _Conversion:
             raise self._fail(f"config.json is not JSON: {error}") from error
         if not isinstance(config, Mapping):
             raise self._fail("config.json is not a JSON object")
-        return parse_config(config, {name: t.shape for name, t in self._source.tensors.items()})
+        return parse_config(config)
 
     def _plan_tensors(self) -> list[TensorPlan]:
         """Every tensor that the model needs, checked against the source; notes what of the source is left out."""

@@ -9,7 +9,10 @@ class Progress(Protocol):
     """Told from the thread that called the task, so that an implementation needs no lock."""
 
     def start(self, total_nbytes: int, /) -> None:
-        """Called once, before the first `advance`."""
+        """Called before the first `advance`, and again when a further phase begins.
+
+        Units are bytes, or tokens where text is scored.
+        """
 
     def advance(self, nbytes: int, name: str, /) -> None:
         """`nbytes` more are done; `name` is the tensor or file at work."""

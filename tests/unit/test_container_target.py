@@ -151,8 +151,9 @@ def test_a_closed_pipe_stays_a_broken_pipe(tmp_path: Path) -> None:
     os.close(writing)
 
 
-def test_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    put(STDOUT)
+@pytest.mark.parametrize("path", [STDOUT, Path("/dev/stdout")], ids=str)
+def test_standard_output(path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    put(path)
     assert capfdbinary.readouterr().out == b"new"
 
 

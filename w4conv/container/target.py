@@ -15,6 +15,7 @@ from typing import Protocol
 from w4conv.errors import OutputError
 
 STDOUT = Path("-")
+_STDOUTS = (STDOUT, Path("/dev/stdout"))  # opening the latter anew would truncate a file that the shell appends to
 _BYTES_AT_ONCE = 1 << 24  # a write of this size may be interrupted; a larger one only later
 
 
@@ -38,7 +39,7 @@ class Target:
 
 def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise OutputError when `path` cannot take `nbytes`: it exists, its directory is missing or read-only, or full."""
-    if path == STDOUT:
+    if path in _STDOUTS:
         return
     with _output_errors(path):
         if path.is_dir():
@@ -69,7 +70,7 @@ def open_target(path: Path, nbytes: int, *, overwrite: bool = False) -> Iterator
     devices are written straight. Raises OutputError.
     """
     check_target(path, nbytes, overwrite=overwrite)
-    if path == STDOUT:
+    if path in _STDOUTS:
         if sys.stdout.isatty():
             raise OutputError("standard output is a terminal. Redirect it to a file or a pipe, or name a file")
         yield Target(sys.stdout.buffer, path)
@@ -127,6 +128,6 @@ def _output_errors(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        shown = "standard output" if path == STDOUT else path
+        shown = "standard output" if path in _STDOUTS else path
         reason = error.strerror or str(error)
         raise OutputError(f"cannot write {shown}: {reason}. Check the path, its permissions and the space") from error
