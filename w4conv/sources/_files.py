@@ -1,0 +1,118 @@
+"""Files of a checkpoint: mapped weights, small sidecars, strict JSON. Everything here may be hostile."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.errors import InputError
+
+MAX_JSON_BYTES: Final = 32 << 20
+MAX_TOKENIZER_BYTES: Final = 256 << 20
+# Parsed JSON takes up to 30 times its text; brackets and commas are what makes it grow. Strings may hold them freely,
+# so this is far above any real header, and still keeps a crafted one under a few hundred MB.
+MAX_JSON_NODES: Final = 8_000_000
+
+VALUE_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+
+
+class MappedFile:
+    """A regular file mapped for reading. Arrays over the mapping outlive `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises InputError when the file is missing, not a regular file, or unreadable."""
+        self.path = path
+        if not path.is_file():  # also keeps a pipe or a device from blocking the open
+            state = "is not a regular file" if path.exists() else "is missing"
+            raise InputError(f"{path}: {state}")
+        try:
+            with path.open("rb") as stream:
+                self.nbytes = stream.seek(0, 2)
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.nbytes else None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Bytes [offset, offset + nbytes) as a read-only view, which must lie inside the file as it was opened.
+
+        Raises InputError when the file has shrunk since: touching the lost pages of a mapping would kill the process.
+        """
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"{self.path}: bytes {offset} to {offset + nbytes} are outside the file")
+        if self._map is None or nbytes == 0:
+            return np.empty(0, np.uint8)
+        try:
+            now = self.path.stat().st_size
+        except OSError as error:
+            raise InputError(f"{self.path}: gone since it was opened: {error.strerror or error}") from error
+        if now < self.nbytes:
+            raise InputError(f"{self.path}: shrank from {self.nbytes} to {now} bytes since it was opened; start again")
+        return np.frombuffer(self._map, np.uint8, nbytes, offset)
+
+    def close(self) -> None:
+        self._map = None
+
+
+def values(raw: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    """Little-endian bytes as an array of `dtype` ("F16", "BF16" as uint16, "F32"): a view; a copy where unaligned."""
+    word = VALUE_DTYPES[dtype]
+    if raw.ctypes.data % word.itemsize:
+        raw = raw.copy()
+    return raw.view(word).reshape(shape)
+
+
+def row_range(rows: slice | None, shape: tuple[int, ...]) -> tuple[int, int]:
+    """First and last + 1 row that `rows` takes of the first axis."""
+    if rows is None or not shape:
+        if rows is not None:
+            raise ValueError("a tensor of rank 0 has no rows")
+        return 0, 1 if not shape else shape[0]
+    start, stop, step = rows.indices(shape[0])
+    if step != 1:
+        raise ValueError(f"rows {rows} has a step")
+    return start, max(start, stop)
+
+
+def read_small(path: Path, *, cap: int = MAX_JSON_BYTES) -> bytes:
+    """Whole content of a sidecar file of at most `cap` bytes."""
+    file = MappedFile(path)
+    if file.nbytes > cap:
+        raise InputError(f"{path}: {file.nbytes} bytes; at most {cap} are expected of such a file")
+    return file.view(0, file.nbytes).tobytes()
+
+
+def parse_json_object(text: bytes, where: str, *, allow_nan: bool = False) -> dict[str, object]:
+    """A JSON object; `where` starts every error. Raises InputError for anything else, and for a repeated key.
+
+    allow_nan: accept the words NaN and Infinity, which Python's writers put into config files though JSON has neither.
+    """
+    if sum(text.count(mark) for mark in (b"[", b"{", b",")) > MAX_JSON_NODES:
+        raise InputError(f"{where}: more than {MAX_JSON_NODES} JSON values")
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            seen: set[str] = set()
+            again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # set.add as a step
+            raise InputError(f"{where}: the key {again!r} stands twice")
+        return out
+
+    def refuse(word: str) -> object:
+        raise InputError(f"{where}: {word} is not a JSON value")
+
+    try:
+        out = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=None if allow_nan else refuse)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: JSON is nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(out, dict):
+        raise InputError(f"{where}: expected a JSON object, got {type(out).__name__}")
+    return out

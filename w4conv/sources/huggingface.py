@@ -1,0 +1,251 @@
+"""A Hugging Face directory: config.json, safetensors weights (one file, or shards with an index), tokenizer files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.errors import InputError
+from w4conv.sources._files import (
+    MAX_TOKENIZER_BYTES,
+    VALUE_DTYPES,
+    MappedFile,
+    parse_json_object,
+    read_small,
+    row_range,
+    values,
+)
+from w4conv.sources.base import Source, SourceTensor
+from w4conv.sources.safetensors import Entry, read_header
+
+CONFIG: Final = "config.json"
+SIDECARS: Final = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+MAX_SHARDS: Final = 10_000
+# Endings of what other 4-bit and 8-bit formats store in place of a plain weight.
+PACKED_ENDINGS: Final = (
+    ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map",
+    ".SCB", "_blocks", "_scales", ".scales", ".biases", ".qdata", ".input_scale",
+)  # fmt: skip
+PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_ADVICE: Final = (
+    "PyTorch pickles can run any code when they are read, so w4conv does not read them; "
+    "save the model as safetensors (in transformers: model.save_pretrained(directory, safe_serialization=True))"
+)
+
+
+class HuggingFaceSource(Source):
+    """See `open_huggingface`."""
+
+    kind = "safetensors"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        files: Iterable[Path],
+        entries: dict[str, tuple[MappedFile, Entry]],
+        blobs: dict[str, bytes],
+        notes: Iterable[str],
+    ) -> None:
+        self.path = path
+        self.files = tuple(files)
+        self._entries = entries
+        self.tensors = {n: SourceTensor(n, e.shape, e.dtype, e.dtype) for n, (_, e) in entries.items()}
+        self.blobs = blobs
+        self.notes = tuple(notes)
+
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.generic]:
+        file, entry = self._entries[name]
+        start, stop = row_range(rows, entry.shape)
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        n_rows = entry.shape[0] if entry.shape else 1
+        row_nbytes = entry.nbytes // n_rows if n_rows else 0
+        raw = file.view(entry.offset + start * row_nbytes, (stop - start) * row_nbytes)
+        return values(raw, entry.dtype, shape)
+
+    def close(self) -> None:
+        for file, _ in self._entries.values():
+            file.close()
+
+
+def open_huggingface(directory: Path) -> HuggingFaceSource:
+    """Open a directory. Raises InputError naming the file or tensor that is missing, ambiguous or unsupported."""
+    _check_is_model(directory)
+    blobs = {CONFIG: read_small(directory / CONFIG)}
+    _refuse_quantized(parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True), directory / CONFIG)
+    files = [directory / CONFIG]
+    for name in SIDECARS:
+        if (directory / name).exists():
+            cap = MAX_TOKENIZER_BYTES if name == "tokenizer.json" else None
+            blobs[name] = read_small(directory / name, **({"cap": cap} if cap else {}))
+            files.append(directory / name)
+    notes = []
+    if "tokenizer.json" not in blobs:
+        notes.append("There is no tokenizer.json: the result cannot turn text into tokens.")
+
+    index, weight_map = _find_index(directory)
+    weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
+    if index is not None:
+        files.append(directory / index)
+    files += [directory / name for name in weights]
+    if aside := _weight_files(directory) - set(weights):
+        named_by = f"{index} names" if index else f"{weights[0]} holds"
+        notes.append(f"Left aside, as {named_by} the weights: {_listed(aside)}.")
+
+    found = _read_shards(directory, weights, weight_map)
+    _refuse_packed(found, directory)
+    entries = {name: place for name, place in found.items() if place[1].dtype in VALUE_DTYPES}
+    if ignored := {f"{name} ({place[1].dtype})" for name, place in found.items() if name not in entries}:
+        notes.append(f"Left out, as no weight is stored in such a dtype: {_listed(ignored)}.")
+    return HuggingFaceSource(directory, files=files, entries=entries, blobs=blobs, notes=notes)
+
+
+def _check_is_model(directory: Path) -> None:
+    """Tell what a directory without a full model is, and what to do."""
+    names = _weight_files(directory)
+    has_model = any(n.endswith(".safetensors") and not n.startswith("adapter_") for n in names) or any(
+        directory.glob("*.safetensors.index.json")
+    )
+    if not has_model and ((directory / "adapter_config.json").exists() or "adapter_model.safetensors" in names):
+        raise InputError(
+            f"{directory}: this is an adapter (adapter_config.json), not a model; merge it into its base model first "
+            "(in peft: model.merge_and_unload()), save that, and convert the result"
+        )
+    if (directory / CONFIG).exists() and has_model:
+        return
+    if snapshots := sorted((directory / "snapshots").glob("*/config.json")):
+        raise InputError(f"{directory}: a Hugging Face cache folder; name the snapshot in it: {snapshots[0].parent}")
+    if not has_model and (ggufs := sorted(n for n in names if n.endswith(".gguf"))):
+        raise InputError(
+            f"{directory}: no safetensors weights, but GGUF files; name one of them: {directory / ggufs[0]}"
+        )
+    if not has_model and (pickles := {n for n in names if n.endswith(PICKLE_SUFFIXES)}):
+        raise InputError(f"{directory}: the only weights are {_listed(pickles)}. {PICKLE_ADVICE}")
+    missing = (
+        CONFIG
+        if has_model
+        else "safetensors weights (model.safetensors, or model.safetensors.index.json and its shards)"
+    )
+    raise InputError(f"{directory}: no {missing}: not a Hugging Face model directory, or its download is incomplete")
+
+
+def _weight_files(directory: Path) -> set[str]:
+    """Names of the files in the directory that hold weights of some format."""
+
+    def holds_weights(name: str) -> bool:
+        if name.endswith((".safetensors", ".gguf", ".pth")):
+            return True
+        return name.endswith(PICKLE_SUFFIXES) and name.startswith(
+            ("pytorch_model", "model", "adapter_model", "consolidated")
+        )
+
+    return {p.name for p in directory.iterdir() if holds_weights(p.name)}
+
+
+def _find_index(directory: Path) -> tuple[str, dict[str, str]] | tuple[None, None]:
+    """Name of the index of shards and its map of tensor to shard; None where there is no index."""
+    indexes = sorted(p.name for p in directory.glob("*.safetensors.index.json"))
+    if not indexes:
+        return None, None
+    if INDEX not in indexes and len(indexes) > 1:
+        raise InputError(f"{directory}: which index is meant? There are {_listed(indexes)}; keep one")
+    index = INDEX if INDEX in indexes else indexes[0]
+    return index, _weight_map(directory / index)
+
+
+def _single_file(directory: Path) -> list[str]:
+    """The one weight file of a directory without an index."""
+    names = sorted(n for n in _weight_files(directory) if n.endswith(".safetensors") and not n.startswith("adapter_"))
+    if SINGLE in names:
+        return [SINGLE]
+    if any("-of-" in n for n in names):
+        raise InputError(f"{directory}: shards ({_listed(names)}) without {INDEX}; download it too")
+    if len(names) > 1:
+        raise InputError(f"{directory}: which weights are meant? There are {_listed(names)}; name one of them {SINGLE}")
+    return names
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name -> shard, of an index whose shard names are plain file names."""
+    weight_map = parse_json_object(read_small(path), str(path)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{path}: no weight_map: not an index of shards, or corrupt")
+    out: dict[str, str] = {}
+    for tensor, shard in weight_map.items():
+        # A name that could lead out of the directory must never reach the file system.
+        plain = isinstance(shard, str) and shard.isprintable() and not set(shard) & set("/\\:") and len(shard) <= 255
+        if not plain or not shard.endswith(".safetensors") or shard.startswith("."):
+            raise InputError(f"{path}: {tensor}: {str(shard)[:80]!r} is not the name of a .safetensors file")
+        out[tensor] = shard
+    if len(set(out.values())) > MAX_SHARDS:
+        raise InputError(f"{path}: more than {MAX_SHARDS} shards")
+    return out
+
+
+def _read_shards(
+    directory: Path, shards: list[str], weight_map: dict[str, str] | None
+) -> dict[str, tuple[MappedFile, Entry]]:
+    """Every tensor of the shards; checked against the index where there is one."""
+    if missing := [s for s in shards if not (directory / s).is_file()]:
+        raise InputError(
+            f"{directory}: {len(missing)} of {len(shards)} shards that the index names are missing: "
+            f"{_listed(missing)}; download them"
+        )
+    out: dict[str, tuple[MappedFile, Entry]] = {}
+    for shard in shards:
+        file = MappedFile(directory / shard)
+        for name, entry in read_header(file).items():
+            if name in out:
+                raise InputError(f"{directory}: {name} is in two shards, {out[name][0].path.name} and {shard}")
+            if weight_map is not None and weight_map.get(name) != shard:
+                listed = f"puts it into {weight_map[name]}" if name in weight_map else "does not list it"
+                raise InputError(
+                    f"{directory / shard}: {name}: the index {listed}; index and shards do not belong together, "
+                    "download them again"
+                )
+            out[name] = file, entry
+    if absent := sorted(set(weight_map or ()) - set(out)):
+        raise InputError(
+            f"{directory}: tensors that the index names are in no shard: {_listed(absent)}; "
+            "index and shards do not belong together, download them again"
+        )
+    return out
+
+
+def _refuse_quantized(config: dict[str, object], path: Path) -> None:
+    for key in ("quantization_config", "quantization", "compression_config"):
+        if settings := config.get(key):
+            method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
+            raise InputError(
+                f"{path}: {key}: the weights are already quantized (method {str(method)[:40]}); importing quantized "
+                "checkpoints other than GGUF is not supported yet. Convert the original F16 or BF16 model"
+            )
+
+
+def _refuse_packed(found: dict[str, tuple[MappedFile, Entry]], directory: Path) -> None:
+    for name, (file, entry) in found.items():
+        if name.endswith(PACKED_ENDINGS) or "quant_state" in name:
+            raise InputError(
+                f"{directory}: {name} belongs to an already quantized checkpoint; importing those, other than GGUF, "
+                "is not supported yet. Convert the original F16 or BF16 model"
+            )
+        if name.endswith((".weight", ".bias")) and entry.dtype not in VALUE_DTYPES:
+            raise InputError(f"{file.path}: {name}: stored as {entry.dtype}; only F16, BF16 and F32 are supported")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """A few names, and how many more."""
+    names = sorted(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
