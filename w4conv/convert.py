@@ -20,7 +20,7 @@ from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
-from w4conv.quantize.recipe import Recipe, make_recipe
+from w4conv.quantization.recipe import Recipe, make_recipe
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
 from w4conv.sources.base import Source

@@ -38,7 +38,7 @@ class PackedRows(NamedTuple):
 
 
 def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
-    """Round-to-nearest int4 or int8 of (n_rows, n_columns) values, bit for bit `quantize.reference.quantize_rtn`.
+    """Round-to-nearest int4 or int8 of (n_rows, n_columns) values, bit for bit `quantization.reference.quantize_rtn`.
 
     values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
     (16 rows) may be coded one after another and concatenated. Raises BadValueError.

@@ -17,7 +17,7 @@ from w4files import ALL_SCHEMES, SMALL_TENSORS, open_bytes, small_file
 from w4conv import codes, scheme
 from w4conv.container import TensorPlan, Writer, open_container, plan
 from w4conv.errors import FormatError
-from w4conv.quantize.reference import quantize_rtn
+from w4conv.quantization.reference import quantize_rtn
 
 FORMATS = Path(__file__).parents[2] / "formats"
 CONTAINER_TEXT = (FORMATS / "w4-container.md").read_text()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from w4conv import codes, kernels
 from w4conv.errors import UsageError
-from w4conv.quantize.reference import quantize_rtn
+from w4conv.quantization.reference import quantize_rtn
 from w4conv.scheme import GROUP_SIZES, QuantScheme
 
 TIERS = kernels.isa_tiers()

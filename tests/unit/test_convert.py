@@ -21,8 +21,8 @@ from w4conv import codes, convert
 from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, OutputError, UsageError
-from w4conv.quantize.recipe import make_recipe
-from w4conv.quantize.reference import quantize_rtn
+from w4conv.quantization.recipe import make_recipe
+from w4conv.quantization.reference import quantize_rtn
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources import open_source
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from w4conv import scheme
-from w4conv.quantize.reference import Quantized, quantize_rtn
+from w4conv.quantization.reference import Quantized, quantize_rtn
 from w4conv.scheme import QuantScheme
 
 GROUP_SIZES = (32, 64, 128, 256, 0)

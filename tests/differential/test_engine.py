@@ -1,0 +1,219 @@
+"""The engine against transformers (float32, CPU), and against itself: tiers, threads, chunkings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import w4conv
+from helpers import data_dir
+from w4conv import kernels
+from w4conv.container import open_container
+from w4conv.runtime.engine import Model
+
+torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
+transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
+
+F32 = npt.NDArray[np.float32]
+N_TOKENS = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# name -> (config class, its arguments)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa-tied-576": (
+        "Llama",
+        {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "llama-mha-biases": (
+        "Llama",
+        {
+            "hidden_size": 104,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "llama-rope-llama3": (
+        "Llama",
+        {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "llama-rope-linear": (
+        "Llama",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "mistral-head-dim-window": (
+        "Mistral",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "sliding_window": 20,
+        },
+    ),
+    "mistral-full": (
+        "Mistral",
+        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None},
+    ),
+    "qwen2-tied": (
+        "Qwen2",
+        {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "qwen2-upper-windows": (
+        "Qwen2",
+        {
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+        },
+    ),
+}
+
+
+class Case:
+    """A random model of transformers, saved, with its logits and greedy tokens."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        family, arguments = MODELS[name]
+        torch.manual_seed(len(name))
+        config = getattr(transformers, f"{family}Config")(**SIZES, **arguments)
+        config._attn_implementation = "eager"
+        self.model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for key, value in self.model.state_dict().items():
+                if key.endswith(("bias", "norm.weight", "layernorm.weight")):
+                    value.add_(torch.randn_like(value) * 0.1)
+                elif "embed_tokens" not in key:
+                    value.mul_(4)  # attention that is not flat, tokens that differ
+        self.folder = folder / name
+        self.model.save_pretrained(self.folder)
+        self.tokens = np.random.default_rng(3).integers(0, SIZES["vocab_size"], N_TOKENS)
+
+    def logits(self, tokens: npt.NDArray[np.integer] | list[int]) -> F32:
+        with torch.no_grad():
+            out: F32 = self.model(torch.tensor(np.asarray(tokens))[None]).logits[0].numpy()
+        return out
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("scheme", ["f32", "keep"])
+def test_logits_equal_transformers(case: Case, tmp_path: Path, scheme: str) -> None:
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme=scheme)
+    with Model(tmp_path / "m.w4", kv="f32") as model:
+        got = model.logits(case.tokens)
+    want = case.logits(case.tokens)
+    assert np.ptp(want) > 1  # the comparison would be empty on flat logits
+    assert np.abs(got - want).max() < 1e-4
+
+
+def test_greedy_tokens_equal_transformers(case: Case, tmp_path: Path) -> None:
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    prompt = case.tokens[:8].tolist()
+    with Model(tmp_path / "m.w4", kv="f32") as model:
+        got = list(model.generate(prompt, max_tokens=64))
+    want: list[int] = []
+    while len(want) < 64:
+        want.append(int(case.logits(prompt + want)[-1].argmax()))
+    assert got == want
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "f16", "bf16"])
+def test_the_bits_depend_on_no_tier_thread_or_chunking(
+    case: Case, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, logits = set(), set()
+    for tier in kernels.isa_tiers():
+        monkeypatch.setenv("W4CONV_ISA", tier)
+        for threads, pieces in ((1, [N_TOKENS]), (2, [1] * N_TOKENS), (2, [13, 1, 50])):
+            path = tmp_path / f"{tier}-{threads}-{len(pieces)}.w4"
+            w4conv.quantize(case.folder, path, scheme=scheme, threads=threads)
+            files.add(path.read_bytes())
+            with Model(path, threads=threads) as model:
+                assert (model.isa, model.threads) == (tier, threads)
+                session, rows, start = model.session(), [], 0
+                for n in pieces:
+                    rows.append(session.append(case.tokens[start : start + n], all_logits=True))
+                    start += n
+                logits.add(np.concatenate(rows).tobytes())
+    assert len(files) == 1
+    assert len(logits) == 1
+
+
+def test_int8_is_close_and_int4_is_near(case: Case, tmp_path: Path) -> None:
+    """A coding that went wrong somewhere would be off by the size of the logits."""
+    want = case.logits(case.tokens)
+    errors = {}
+    for scheme in ("w8a16", "w4a16"):
+        w4conv.quantize(case.folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32)
+        with Model(tmp_path / f"{scheme}.w4") as model:
+            errors[scheme] = float(np.sqrt(np.mean((model.logits(case.tokens) - want) ** 2) / np.var(want)))
+    assert errors["w8a16"] < 0.05
+    assert errors["w8a16"] < errors["w4a16"] < 0.6
+
+
+def test_a_truncated_session_goes_on_as_if_new(case: Case, tmp_path: Path) -> None:
+    w4conv.quantize(case.folder, tmp_path / "m.w4")
+    with Model(tmp_path / "m.w4") as model:
+        session = model.session()
+        session.append(case.tokens)
+        session.truncate(10)
+        again = session.append(case.tokens[10:], all_logits=True)
+        np.testing.assert_array_equal(again, model.logits(case.tokens)[10:])
+
+
+def test_stories260k_tells_its_documented_story(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    folder = data_dir("hf", "stories260K-f32")
+    w4conv.quantize(folder, tmp_path / "m.w4", scheme="keep")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    want = (folder / "sample_greedy.txt").read_text().strip()
+    with Model(tmp_path / "m.w4") as model:
+        bos = tokenizer.token_to_id("<s>")
+        text = tokenizer.decode(list(model.generate([bos], max_tokens=model.ctx - 1, stop_ids=[bos])))
+    assert text.strip()[: len(want)] == want[: len(text.strip())]
+    assert len(text) > 200
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_stories260k_of_other_types_runs(tmp_path: Path, dtype: str) -> None:
+    folder = data_dir("hf", f"stories260K-{dtype}")
+    for scheme in ("keep", "w4a16"):
+        w4conv.quantize(folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32)
+        with Model(tmp_path / f"{scheme}.w4") as model:
+            assert np.isfinite(model.logits(list(range(1, 60)))).all()
+    with open_container(tmp_path / "keep.w4") as container:
+        assert {t.scheme.kind for t in container.tensors.values()} == {dtype}
