@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -132,6 +133,19 @@ void matmul(Pool& pool, const std::string& kind, int64_t n_rows, int64_t n_colum
   });
 }
 
+// Read all bytes once, in chunks claimed by the threads as products claim theirs.
+uint32_t read_all(Pool& pool, const Bytes& data) {
+  require(data.size() % 64 == 0 && reinterpret_cast<uintptr_t>(data.data()) % 4 == 0, "data: not whole lines");
+  constexpr int64_t kChunk = int64_t{1} << 20;
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  const auto n = static_cast<int64_t>(data.size());
+  std::atomic<uint32_t> out{0};
+  pool.run((n + kChunk - 1) / kChunk,
+           [&](int64_t task, int) { out ^= k.read(data.data() + task * kChunk, std::min(kChunk, n - task * kChunk)); });
+  return out;
+}
+
 // A Model behind a lock: one forward pass at a time.
 struct BoundModel {
   Model model;
@@ -234,6 +248,8 @@ NB_MODULE(_native, m) {
         "scales"_a);
   m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a,
         "y"_a);
+
+  m.def("read", &read_all, "pool"_a, "data"_a);
 
   nb::class_<Session>(m, "Session")
       .def_prop_ro("n_tokens", [](const Session& s) { return s.n_tokens; })

@@ -114,6 +114,9 @@ struct Kernels {
   TileStatus (*pack_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                           uint32_t* lines, float* row_scratch, uint8_t* byte_scratch);
 
+  // Reads nbytes (a multiple of 64, aligned to 4) and returns a word that depends on all of them: the ceiling of decode.
+  uint32_t (*read)(const void* data, int64_t nbytes);
+
   // Whether the dot product of this tier is the one its name promises; for the test that a forced tier really ran.
   const char* (*dot_name)();
 };

@@ -115,3 +115,17 @@ void prepare_float(const float* x, int64_t m, const FloatActivations& out) {
   float* p = out.values + place.offset;
   for (int64_t k = 0; k < out.n_padded(); k++, p += place.step) *p = x[k];
 }
+
+uint32_t read(const void* data, int64_t nbytes) {
+  const auto* p = static_cast<const uint8_t*>(data);
+  vi sums[kVectors] = {};
+  for (int64_t i = 0; i < nbytes; i += 64) {
+    prefetch(p + i + 4096);
+    for (int v = 0; v < kVectors; v++) sums[v] ^= load_bits(p + i + v * kLanes * 4);
+  }
+  uint32_t out = 0;
+  for (int v = 0; v < kVectors; v++) {
+    for (int i = 0; i < kLanes; i++) out ^= static_cast<uint32_t>(sums[v][i]);
+  }
+  return out;
+}
