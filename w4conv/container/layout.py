@@ -31,6 +31,7 @@ DATA_ALIGNMENT: Final = 4096
 # w4-container 2.9, 3.2, 3.4, 3.8: caps, so that no count of a hostile file is multiplied or allocated unchecked.
 MAX_INDEX_NBYTES: Final = 1 << 25
 MAX_INDEX_MARKS: Final = 1 << 22
+MAX_INDEX_DEPTH: Final = 64
 MAX_TENSORS: Final = 1 << 16
 MAX_BLOBS: Final = 1 << 10
 MAX_BLOBS_NBYTES: Final = 1 << 28

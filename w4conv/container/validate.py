@@ -109,13 +109,18 @@ class _IndexWalk:
             self._fail("2.11", "the index does not match its digest; the file is damaged. Fetch or convert it again")
         if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > layout.MAX_INDEX_MARKS:
             self._fail("3.2", f"the index has more than {layout.MAX_INDEX_MARKS} commas and opening brackets")
+        too_deep = f"the index is nested more than {layout.MAX_INDEX_DEPTH} deep"
         try:
             parsed = json.loads(raw.decode())
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        except RecursionError:
+            self._fail("3.2", too_deep)
+        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             self._fail("3.1", f"the index is not JSON in UTF-8: {error}")
+        if _is_deep(parsed):
+            self._fail("3.2", too_deep)
         try:
             canonical = layout.encode_index(parsed) == raw and _is_plain(parsed)
-        except (ValueError, RecursionError):  # a lone surrogate, NaN, or nesting too deep
+        except ValueError:  # a lone surrogate or NaN
             canonical = False
         if not canonical:
             self._fail("3.1", "the index is not canonical: keys sorted and unique, no white space, no floats, no null")
@@ -274,6 +279,15 @@ def _is_file_name(name: str) -> bool:
 
 def _is_dtype_word(word: str) -> bool:
     return 0 < len(word) <= 32 and all(c.isalnum() or c == "_" for c in word)
+
+
+def _is_deep(value: object) -> bool:
+    """Whether JSON is nested deeper than w4-container 3.2 allows; does not recurse itself."""
+    level = [value]
+    for _ in range(layout.MAX_INDEX_DEPTH + 1):
+        nested = [v for v in level if isinstance(v, (dict, list))]
+        level = [child for v in nested for child in (v.values() if isinstance(v, dict) else v)]
+    return bool(nested)
 
 
 def _is_plain(value: object) -> bool:
