@@ -85,3 +85,9 @@ def test_extreme_logits_stay_finite() -> None:
 def test_values_out_of_range(option: str, value: float) -> None:
     with pytest.raises(UsageError, match=option.replace("_", "-")):
         Sampler(**{option: value})  # type: ignore[arg-type]  # one option at a time
+
+
+@pytest.mark.parametrize("option", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_filters_without_a_temperature_are_refused(option: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="temperature"):
+        Sampler(**option)  # type: ignore[arg-type]  # one option at a time

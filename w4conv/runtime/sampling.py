@@ -24,12 +24,14 @@ class Sampler:
     def __init__(
         self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
     ) -> None:
-        """Raises UsageError for values out of range."""
+        """Raises UsageError for values out of range, and for filters that greedy choice would not heed."""
         _require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "0 (greedy) or more")
         _require(top_k >= 0, "top-k", top_k, "0 (off) or more")
         _require(0 < top_p <= 1, "top-p", top_p, "above 0 and at most 1 (off)")
         _require(0 <= min_p <= 1, "min-p", min_p, "0 (off) to 1")
         _require(seed >= 0, "seed", seed, "0 or more")
+        if temperature == 0 and (top_k or top_p < 1 or min_p):
+            raise UsageError("top-k, top-p and min-p have no effect at temperature 0 (greedy); set a temperature too")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self._random = np.random.Generator(np.random.PCG64(seed))
 

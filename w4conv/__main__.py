@@ -1,0 +1,5 @@
+"""`python -m w4conv`."""
+
+from w4conv.cli.main import main
+
+main()

@@ -1,0 +1,19 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", "-t", min=1, metavar="N", help="Threads [default: CPUs this process may use]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output")]
+
+
+def one_of(words: Sequence[str]) -> Callable[[str], list[str]]:
+    """Shell completion of a fixed set of words; the library checks them."""
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]

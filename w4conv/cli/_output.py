@@ -1,0 +1,91 @@
+"""The one sink of results: text for people, or one JSON object with the name of its schema."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import IO, Any
+
+
+def write_json(command: str, result: object, *, stream: IO[str] | None = None) -> None:
+    """One JSON object, on stdout by default: "schema", then the fields of `result` (a dataclass or mapping)."""
+    body = {"schema": f"w4conv.{command}/1", **plain(result)}
+    write(json.dumps(body, indent=2, ensure_ascii=False, allow_nan=False) + "\n", stream=stream)
+
+
+def write(text: str, *, stream: IO[str] | None = None) -> None:
+    """Write and flush, so that errors of the stream show now rather than at exit."""
+    stream = stream or sys.stdout
+    stream.write(text)
+    stream.flush()
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and sequences as JSON types; numbers that JSON lacks (infinity, NaN) as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def printable(text: str) -> str:
+    """Text from a file, safe to show on a terminal: control characters become escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def nbytes(n: int | None) -> str:
+    """A size: "68.4 MB" (1e6 bytes)."""
+    if n is None:
+        return "unknown"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+    return f"{n} bytes"
+
+
+def count(n: int) -> str:
+    """A number of parameters: "134.5 M"."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return str(n)
+
+
+def bits(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Lines "name   value", values in one column; on a terminal long values are wrapped within it."""
+    rows = [(name, printable(value)) for name, value in pairs]
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
+    if sys.stdout.isatty():
+        columns = max(shutil.get_terminal_size().columns, width + 20)
+        indent = " " * (width + 2)
+        lines = [
+            textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        ]
+    return "".join(line + "\n" for line in lines)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """Columns two spaces apart; the first `left` to the left, the others to the right."""
+    lines = [list(head), *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    out = []
+    for line in lines:
+        cells = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        out.append("  ".join(cells).rstrip() + "\n")
+    return "".join(out)

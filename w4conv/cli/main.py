@@ -1,0 +1,121 @@
+"""The `w4conv` command: wiring only. Each command has a file, and loads the rest of the package when it is called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+import typer.main
+
+from w4conv import __version__
+from w4conv.cli import _errors, _output, inspect, quantize, run, verify
+
+EPILOG = """\
+\b
+Exit codes:
+    0  done
+    1  a check did not hold (verify)
+    2  usage: impossible or contradictory options
+    3  input missing, corrupt or unsupported
+    4  output could not be written
+    5  internal error
+  130  interrupted
+
+\b
+Results go to standard output, everything else to standard
+error. W4CONV_DEBUG=1 shows tracebacks, W4CONV_ISA forces
+an ISA tier.
+
+\b
+Examples:
+  w4conv quantize SmolLM2-135M/ smol.w4
+  w4conv inspect smol.w4
+  w4conv verify smol.w4 --against SmolLM2-135M/
+  w4conv run smol.w4 -p 'Once upon a time'
+"""
+
+app = typer.Typer(
+    name="w4conv",
+    epilog=EPILOG,
+    rich_markup_mode=None,  # plain help: no boxes, right in any width and in a file
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command, epilog in (
+    (quantize.quantize, quantize.EPILOG),
+    (inspect.inspect, inspect.EPILOG),
+    (verify.verify, verify.EPILOG),
+    (run.run, run.EPILOG),
+):
+    app.command(epilog=epilog)(command)
+
+
+def _show_version(value: bool) -> None:
+    if not value:
+        return
+    from w4conv import kernels
+
+    used = kernels.isa_tier()
+    tiers = ", ".join(kernels.isa_tiers())
+    _output.write(f"w4conv {__version__}\nISA tiers: {tiers}; in use: {used}\nbuild: {kernels.build_info()}\n")
+    raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Version, ISA tiers and build")
+    ] = False,
+) -> None:
+    """Convert language-model checkpoints to .w4, a memory-mapped 4-bit container, and prove the result."""
+    if context.invoked_subcommand is None:
+        _output.write(context.get_help() + "\n", stream=sys.stderr)
+        raise typer.Exit(_errors.USAGE)
+
+
+def main() -> None:
+    """Entry point: runs one command and exits with its code."""
+    code = _run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = code or _write_failed(error)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # TextIOWrapper
+        signal.signal(signal.SIGTERM, _terminate)
+        command = typer.main.get_command(app)
+        if "_W4CONV_COMPLETE" in os.environ:
+            command.main(prog_name="w4conv")  # a shell asks for completions; exits
+        # Not command.main(): it has messages and exit codes of its own.
+        with command.make_context("w4conv", arguments) as context:
+            command.invoke(context)
+        return 0
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except KeyboardInterrupt as interrupt:
+        _errors.print_message("note", str(interrupt) or "interrupted")
+        return _errors.INTERRUPTED
+    except OSError as error:
+        return _write_failed(error) if isinstance(error, BrokenPipeError) else _errors.report(error)
+    except Exception as error:
+        return _errors.report(error)
+
+
+def _write_failed(error: OSError) -> int:
+    """Standard output is gone. A pipe closed by its reader is no error: the reader has had enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails when it flushes at exit
+    return 0 if isinstance(error, BrokenPipeError) else _errors.report(error)
+
+
+def _terminate(number: int, _frame: object) -> None:
+    """SIGTERM cleans up as an exception does: temporary files go."""
+    sys.exit(128 + number)

@@ -1,0 +1,108 @@
+"""`w4conv quantize IN OUT`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from w4conv.cli import _output
+from w4conv.cli._options import Json, Threads, one_of
+from w4conv.cli._progress import progress_bar
+
+if TYPE_CHECKING:
+    from w4conv.convert import ConversionReport
+
+SCHEMES = ("w4a16", "w8a16", "f16", "bf16", "f32", "keep")
+GROUP_SIZES = ("32", "64", "128", "256", "row")
+EMBEDDINGS = ("int8", "int4", "f16", "keep")
+EPILOG = """\
+\b
+Examples:
+  w4conv quantize SmolLM2-135M/ smol.w4
+  w4conv quantize model.gguf model.w4 --group-size 64
+  w4conv quantize in/ out.w4 --dry-run
+  w4conv quantize in/ - | ssh host 'cat > out.w4'
+"""
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="IN", help="Hugging Face directory or GGUF file")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The .w4 file to write; - for standard output")],
+    scheme: Annotated[
+        str,
+        typer.Option(metavar="|".join(SCHEMES), help="Coding of linear weights", autocompletion=one_of(SCHEMES)),
+    ] = "w4a16",
+    group_size: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(GROUP_SIZES), help="Weights that share a scale", autocompletion=one_of(GROUP_SIZES)
+        ),
+    ] = "128",
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(EMBEDDINGS),
+            help="Coding of embedding and head [default: int8 for w4a16 and w8a16, else as the scheme]",
+            autocompletion=one_of(EMBEDDINGS),
+        ),
+    ] = None,
+    threads: Threads = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan and check everything but values; write no file")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Convert a checkpoint to a .w4 container.
+
+    Weights are rounded to nearest: symmetric int4 (or int8) with one FP16 scale a group. Biases, norms and other
+    vectors keep their type. The same input and options give the same bytes. OUT appears whole or not at all.
+
+    The report goes to standard output, or to standard error when OUT is -.
+    """
+    from w4conv.convert import quantize as convert
+
+    try:
+        with progress_bar() as progress:
+            report = convert(
+                source,
+                out,
+                scheme=scheme,
+                group_size=group_size,
+                embeddings=embeddings,
+                threads=threads,
+                overwrite=overwrite,
+                dry_run=dry_run,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        left = "what was sent is incomplete" if out == "-" else f"{out} was not written"
+        raise KeyboardInterrupt(f"interrupted; {left}") from None
+    stream = sys.stderr if out == "-" else sys.stdout
+    if json:
+        _output.write_json("quantize", report, stream=stream)
+    else:
+        _output.write(as_text(report), stream=stream)
+
+
+def as_text(report: ConversionReport) -> str:
+    verb = "would write" if report.dry_run else "wrote"
+    name = "standard output" if report.out == "-" else report.out
+    ratio = report.output_nbytes / report.input_nbytes if report.input_nbytes else 0.0
+    pairs = [
+        (verb, f"{name}, {_output.nbytes(report.output_nbytes)}"),
+        ("from", f"{report.source} ({report.source_kind}), {_output.nbytes(report.input_nbytes)}"),
+        ("model", f"{report.architecture}, {_output.count(report.n_parameters)} parameters"),
+        ("size", f"{ratio:.1%} of the source, {report.bits_per_weight:.3f} bits a weight"),
+    ]
+    if report.seconds is not None and report.mb_per_second is not None:
+        pairs.append(("time", f"{report.seconds:.2f} s, {report.mb_per_second:.0f} MB/s of source"))
+    if report.digest is not None:
+        pairs.append(("digest", report.digest))
+    pairs += [("note", note) for note in report.notes]
+    rows = [
+        (t.scheme, f"{t.n_tensors:,}", _output.count(t.n_parameters), _output.nbytes(t.nbytes)) for t in report.schemes
+    ]
+    return _output.facts(pairs) + "\n" + _output.table(("scheme", "tensors", "parameters", "size"), rows)

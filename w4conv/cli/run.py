@@ -1,0 +1,169 @@
+"""`w4conv run FILE`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from w4conv.cli import _output
+from w4conv.cli._errors import INTERRUPTED
+from w4conv.cli._options import Json, Threads
+from w4conv.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from w4conv.runtime.engine import Model
+    from w4conv.runtime.generation import Generation
+
+MAX_PROMPT_NBYTES = 1 << 26
+EPILOG = """\
+\b
+Examples:
+  w4conv run out.w4 -p 'Once upon a time' -n 64
+  w4conv run out.w4 --chat -p 'Why is the sky blue?' --stats
+  w4conv run out.w4 -f prompt.txt --temperature 0.8 --seed 7
+  echo 'Dear Sir,' | w4conv run out.w4 --json
+"""
+
+
+def run(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The .w4 file")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt")] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from a file; - for standard input"),
+    ] = None,
+    n: Annotated[int, typer.Option("--tokens", "-n", min=1, metavar="N", help="Most tokens to generate")] = 256,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template")] = False,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy: always the most probable token")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the N most probable tokens; 0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="X", help="Draw from the fewest tokens with share X; 1 is off")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(metavar="X", help="Draw from tokens at least X times as probable as the first; 0 is off")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same text")] = 0,
+    ctx: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of prompt and answer together [default: the model's limit]"),
+    ] = None,
+    threads: Threads = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Speed and memory, on standard error")] = False,
+    json: Json = False,
+) -> None:
+    """Generate text from a container.
+
+    The prompt comes from -p, -f or standard input; one line end at the end of a file or of standard input is not part
+    of it. The text streams to standard output until an end token, N tokens, or a full context. With --json it comes at
+    the end, with the figures of --stats.
+    """
+    from w4conv.runtime.engine import Model
+    from w4conv.runtime.generation import generate_text
+    from w4conv.runtime.sampling import Sampler
+    from w4conv.runtime.tokenizer import Tokenizer
+
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    text = _read_prompt(prompt, prompt_file)
+    with Model(file, threads=threads, ctx=ctx) as model:
+        tokenizer = Tokenizer(model.container.blobs)
+        if chat:
+            from w4conv.runtime.chat import ChatTemplate
+
+            template = ChatTemplate.from_blobs(model.container.blobs)
+            text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
+        generation = generate_text(
+            model,
+            tokenizer,
+            tokenizer.encode(text, add_bos=False if chat else None),
+            max_tokens=n,
+            sampler=sampler,
+            stop_ids=tokenizer.stop_ids(chat=chat),
+            at_start=chat or not text,
+            on_piece=_ignore if json else _output.write,
+        )
+        figures = statistics(model, generation)
+    if json:
+        _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
+    else:
+        if not generation.text.endswith("\n"):
+            _output.write("\n")
+        if stats:
+            _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
+    if generation.finish == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _ignore(_piece: str) -> None:
+    pass
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> str:
+    if prompt is not None and file is not None:
+        raise UsageError("both -p and -f name a prompt; give one of them")
+    if prompt is not None:
+        return prompt
+    if file is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe one in")
+    where = "standard input" if file in (None, "-") else str(file)
+    try:
+        if file is None or file == "-":
+            data = sys.stdin.buffer.read(MAX_PROMPT_NBYTES + 1)
+        else:
+            with Path(file).open("rb") as stream:
+                data = stream.read(MAX_PROMPT_NBYTES + 1)
+        if len(data) > MAX_PROMPT_NBYTES:
+            raise InputError(f"{where}: a prompt of more than {MAX_PROMPT_NBYTES:,} bytes; shorten it")
+        return data.decode().removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise InputError(f"{where}: the prompt cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: the prompt is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def statistics(model: Model, g: Generation) -> dict[str, Any]:
+    """Figures of one run. Rates are None where nothing was decoded."""
+    from w4conv.runtime.generation import resident_memory
+
+    rate = g.decode_per_second
+    return {
+        "prompt_tokens": g.n_prompt,
+        "prefill_seconds": g.prefill_seconds,
+        "prefill_tokens_per_second": g.prefill_per_second,
+        "first_token_seconds": g.first_token_seconds,
+        "generated_tokens": g.n_generated,
+        "decoded_tokens": g.n_decoded,
+        "decode_ms_per_token": None if rate is None else 1000 / rate,
+        "decode_tokens_per_second": rate,
+        "weight_bytes_per_token": model.bytes_per_token,
+        "weight_gb_per_second": None if rate is None else rate * model.bytes_per_token / 1e9,
+        "resident_bytes": resident_memory(),
+        "isa": model.isa,
+        "threads": model.threads,
+    }
+
+
+def stats_text(s: dict[str, Any], finish: str) -> str:
+    decoded = f"{s['decoded_tokens']} tokens"
+    speed = "nothing decoded"
+    if s["decode_tokens_per_second"] is not None:
+        decoded += f", {s['decode_ms_per_token']:.2f} ms/token, {s['decode_tokens_per_second']:.1f} tokens/s"
+        speed = f"{s['weight_gb_per_second']:.1f} GB/s"
+    prefill = f"{s['prompt_tokens']} tokens in {s['prefill_seconds']:.3f} s"
+    if s["prefill_tokens_per_second"] is not None:
+        prefill += f", {s['prefill_tokens_per_second']:.1f} tokens/s"
+    memory = "unknown"
+    if s["resident_bytes"] is not None:
+        file, anonymous = (_output.nbytes(s["resident_bytes"][kind]) for kind in ("file", "anonymous"))
+        memory = f"{file} file-backed, {anonymous} anonymous"
+    return _output.facts(
+        [
+            ("prefill", prefill),
+            ("first token", f"after {s['first_token_seconds']:.3f} s"),
+            ("decode", decoded),
+            ("weights read", f"{_output.nbytes(s['weight_bytes_per_token'])}/token, {speed}"),
+            ("memory", memory),
+            ("engine", f"{s['isa']}, {s['threads']} threads"),
+            ("ended by", finish),
+        ]
+    )

@@ -1,0 +1,172 @@
+"""`w4conv verify FILE`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from w4conv.cli import _output
+from w4conv.cli._options import Json, Threads, one_of
+from w4conv.cli._progress import progress_bar
+from w4conv.errors import CheckError
+
+if TYPE_CHECKING:
+    from w4conv.measure.distortion import Distortion
+    from w4conv.measure.perplexity import Estimate
+    from w4conv.measure.round_trip import RoundTrip
+    from w4conv.verify import PerplexityReport, VerifyReport
+
+CONVENTIONS = ("llama.cpp", "gptq")
+EPILOG = """\
+\b
+Examples:
+  w4conv verify out.w4
+  w4conv verify out.w4 --against in/ --min-sqnr 18
+  w4conv verify out.w4 --ppl --text book.txt
+  w4conv verify out.w4 --against in/ --ppl --chunks 32 \\
+      --max-ppl-increase 0.5 --json
+"""
+N_WORST = 5
+
+
+def verify(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The .w4 file")],
+    against: Annotated[
+        str | None, typer.Option(metavar="IN", help="Compare with this checkpoint, tensor by tensor")
+    ] = None,
+    ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity; with --against the source's too")] = False,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to measure on [default: the WikiText-2 raw test split, from the file that W4CONV_WIKITEXT2 "
+            "names, the user's cache, or fetched by huggingface_hub]",
+        ),
+    ] = None,
+    ctx: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a window [default: 512; gptq: 2048]")
+    ] = None,
+    convention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(CONVENTIONS),
+            help="How the text is cut and scored [default: llama.cpp]",
+            autocompletion=one_of(CONVENTIONS),
+        ),
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N windows")] = None,
+    max_ppl_increase: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Fail when perplexity lies more than X above the source's"),
+    ] = None,
+    min_sqnr: Annotated[
+        float | None, typer.Option(metavar="DB", help="Fail when the SQNR of any tensor is below DB")
+    ] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Check a container, and what it lost.
+
+    Always: structure and every digest. With --against: error of every tensor, and whether the codes are exactly what
+    the recorded method makes of that source. With --ppl: perplexity, and its increase over the source's with the
+    standard error. Exit code 1 when a check does not hold.
+    """
+    from w4conv.verify import verify as check
+
+    with progress_bar() as progress:
+        report = check(
+            file,
+            against=against,
+            ppl=ppl,
+            text=text,
+            ctx=ctx,
+            convention=convention,
+            chunks=chunks,
+            max_ppl_increase=max_ppl_increase,
+            min_sqnr=min_sqnr,
+            threads=threads,
+            progress=progress,
+        )
+    if json:
+        _output.write_json("verify", report)
+    else:
+        _output.write(as_text(report))
+    if not report.ok:
+        raise CheckError(". ".join(report.failures))
+
+
+def as_text(report: VerifyReport) -> str:
+    state = "intact: structure and every digest are right" if report.intact else "DAMAGED"
+    parts = [
+        _output.facts(
+            [
+                ("file", f"{report.path}, {_output.nbytes(report.nbytes)}, {report.n_tensors:,} tensors"),
+                ("digest", report.digest),
+                ("integrity", state),
+            ]
+        )
+    ]
+    if report.round_trip is not None:
+        parts.append(round_trip_text(report.round_trip))
+    if report.perplexity is not None:
+        parts.append(perplexity_text(report.perplexity))
+    parts.append(
+        "ok: every check held\n"
+        if report.ok
+        else "".join(f"FAILED: {_output.printable(failure)}\n" for failure in report.failures)
+    )
+    return "\n".join(parts)
+
+
+def round_trip_text(r: RoundTrip) -> str:
+    same = "same bytes as recorded"
+    if r.changed_files:
+        same = f"other bytes than recorded: {', '.join(r.changed_files)}"
+    made = {
+        True: f"exactly what {r.method} makes of it",
+        False: f"NOT what {r.method} makes of it",
+        None: f"not made again: method {r.method}",
+    }[r.same_codes]
+    head = _output.facts([("against", f"{r.source} ({r.source_kind})"), ("source files", same), ("codes", made)])
+    worst = sorted(
+        (t for t in r.tensors if t.distortion.sqnr_db is not None), key=lambda t: t.distortion.sqnr_db or 0.0
+    )[:N_WORST]
+    rows = [("all tensors", *_cells(r.overall))]
+    if r.quantized is not None:
+        rows.append(("quantized", *_cells(r.quantized)))
+    rows += [(f"lowest {i}: {t.name}", *_cells(t.distortion)) for i, t in enumerate(worst, 1)]
+    columns = ("", "SQNR dB", "worst group", "RMSE", "max error", "cosine")
+    return head + "\n" + _output.table(columns, rows)
+
+
+def _cells(d: Distortion) -> tuple[str, ...]:
+    worst = "" if d.worst_group is None else f"{d.worst_group.sqnr_db:.2f}"
+    sqnr = "exact" if d.sqnr_db is None else f"{d.sqnr_db:.2f}"
+    return sqnr, worst, f"{d.rmse:.2e}", f"{d.max_abs_error:.2e}", "" if d.cosine is None else f"{d.cosine:.6f}"
+
+
+def perplexity_text(p: PerplexityReport) -> str:
+    pairs = [
+        ("text", f"{p.text} (sha256 {p.text_sha256[:16]}..), {p.text_tokens:,} tokens"),
+        (
+            "convention",
+            f"{p.convention}, ctx {p.ctx}, {p.n_windows:,} windows, {p.n_scored:,} tokens scored, "
+            f"{'with' if p.adds_bos else 'no'} BOS",
+        ),
+        ("perplexity", _estimate(p.container)),
+    ]
+    if p.source is not None and p.increase is not None:
+        i = p.increase
+        pairs += [
+            ("source", _estimate(p.source)),
+            (
+                "increase",
+                f"{i.difference:.4f} +/- {i.difference_stderr:.4f} (times {i.ratio:.5f} +/- {i.ratio_stderr:.5f})",
+            ),
+        ]
+    return _output.facts(pairs)
+
+
+def _estimate(e: Estimate) -> str:
+    return f"{e.value:.4f} +/- {e.stderr:.4f}"

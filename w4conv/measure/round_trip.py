@@ -1,0 +1,190 @@
+"""A container against its checkpoint: the error of every tensor, and whether its bytes can be made again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes, kernels
+from w4conv.container import Container, TensorInfo
+from w4conv.digests import FileDigests
+from w4conv.errors import InputError
+from w4conv.measure.distortion import Distortion, DistortionMeter
+from w4conv.progress import Progress
+from w4conv.scheme import TILE_ROWS
+from w4conv.sources.base import Source
+
+REPEATABLE_METHOD: Final = "rtn"
+_BLOCK_VALUES: Final = 1 << 20  # values compared at a time: some 40 MB of float64 temporaries
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRoundTrip:
+    """One tensor. same_codes: whether its bytes are what the recorded method makes of the source; None as below."""
+
+    name: str
+    scheme: str
+    same_codes: bool | None
+    distortion: Distortion
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """The container against a source.
+
+    changed_files: names of source files that are not, byte for byte, those that the container records.
+    same_codes: whether every tensor's bytes are what the recorded method makes of this source; None when that method
+    cannot be repeated here. overall: all tensors pooled; quantized: those with codes pooled, None when there are none.
+    """
+
+    source: str
+    source_kind: str
+    changed_files: tuple[str, ...]
+    method: str
+    same_codes: bool | None
+    overall: Distortion
+    quantized: Distortion | None
+    tensors: tuple[TensorRoundTrip, ...]
+
+
+def check_fits(container: Container, source: Source) -> None:
+    """Raise InputError when `source` is not a checkpoint of the container's model, naming the first difference."""
+    where = f"{source.path} is no source of {container.path}"
+    ours, theirs = _architecture(container.blobs["config.json"]), _architecture(source.blobs["config.json"])
+    if ours != theirs:
+        raise InputError(f"{where}: its architecture is {theirs}, the container's is {ours}. Name the right checkpoint")
+    for name, info in container.tensors.items():
+        found = source.tensors.get(name)
+        if found is None:
+            raise InputError(f"{where}: it has no tensor {name}. Name the right checkpoint")
+        if found.shape != info.shape:
+            raise InputError(
+                f"{where}: {name} has shape {found.shape} in it, {info.shape} in the container. "
+                "Name the right checkpoint"
+            )
+
+
+def compare(container: Container, source: Source, *, threads: int | None, progress: Progress) -> RoundTrip:
+    """Compare every tensor, a block of rows at a time. `check_fits` holds."""
+    method = str(container.provenance.get("method"))
+    repeatable = method == REPEATABLE_METHOD
+    overall, quantized = DistortionMeter(), DistortionMeter()
+    tensors = []
+    progress.start(sum(info.nbytes for info in container.tensors.values()))
+    with FileDigests(source.files) as digests:
+        for name, info in container.tensors.items():
+            meter = DistortionMeter(info.scheme.group_size)
+            same = True
+            for block in _blocks(container, info, source):
+                meter.add(block.values_f32(), block.restored())
+                same = same and repeatable and block.made_again(threads)
+            overall.merge(meter)
+            if not info.scheme.is_float:
+                quantized.merge(meter)
+            tensors.append(TensorRoundTrip(name, str(info.scheme), same if repeatable else None, meter.result()))
+            progress.advance(info.nbytes, name)
+        found = {file.name: digest.hex() for file, digest in zip(source.files, digests.result(), strict=True)}
+    return RoundTrip(
+        source=str(source.path),
+        source_kind=source.kind,
+        changed_files=_changed(_recorded_files(container), found),
+        method=method,
+        same_codes=all(t.same_codes for t in tensors) if repeatable else None,
+        overall=overall.result(),
+        quantized=quantized.result() if any(not i.scheme.is_float for i in container.tensors.values()) else None,
+        tensors=tuple(tensors),
+    )
+
+
+def _architecture(config: bytes) -> str:
+    try:
+        return str(json.loads(config)["architectures"][0])
+    except (ValueError, LookupError, TypeError):
+        return "not named in its config.json"
+
+
+def _recorded_files(container: Container) -> dict[str, str]:
+    recorded: Any = container.provenance.get("source", {})
+    names = [file["name"] for file in recorded.get("files", [])]
+    return dict(zip(names, container.source_digests, strict=True))
+
+
+def _changed(recorded: dict[str, str], found: dict[str, str]) -> tuple[str, ...]:
+    """Names that only one side has, or that differ."""
+    return tuple(name for name in recorded | found if recorded.get(name) != found.get(name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some rows of a matrix: source values (n_rows, n_columns), and the bytes of the container that stand for them."""
+
+    info: TensorInfo
+    dtype: str
+    values: Array
+    parts: dict[str, npt.NDArray[np.uint8]]
+
+    def values_f32(self) -> npt.NDArray[np.float32]:
+        if self.dtype == "BF16":
+            return codes.bf16_to_f32(self.values.view(np.uint16))
+        return self.values.astype(np.float32)
+
+    def restored(self) -> npt.NDArray[np.float32]:
+        shape = self.values.shape if self._is_matrix else self.info.shape
+        return codes.dequantize(self.info.scheme, shape, self.parts).reshape(self.values.shape)
+
+    def made_again(self, threads: int | None) -> bool:
+        """Whether round-to-nearest makes the same bytes of the source; only of use where that was the method."""
+        scheme = self.info.scheme
+        try:
+            if not self._is_matrix:  # vectors keep their type
+                same_type = scheme.kind == self.dtype.lower()
+                return same_type and self._equal("values", self.values)
+            if scheme.is_float:
+                return self._equal("values", kernels.pack_float(self.values, self.dtype, scheme, threads=threads))
+            made = kernels.quantize_rtn(self.values, self.dtype, scheme, threads=threads)
+        except kernels.BadValueError:  # a source that cannot be quantized is not the one
+            return False
+        return self._equal("codes", made.codes) and self._equal("scales", made.scales)
+
+    @property
+    def _is_matrix(self) -> bool:
+        return len(self.info.shape) >= 2
+
+    def _equal(self, kind: str, made: Array) -> bool:
+        return np.array_equal(self.parts[kind], kernels.as_bytes(made))
+
+
+def _blocks(container: Container, info: TensorInfo, source: Source) -> Iterator[_Block]:
+    dtype = source.tensors[info.name].dtype
+    parts = {part.kind: container.bytes_of(part) for part in info.parts}
+    if len(info.shape) < 2:
+        yield _Block(info, dtype, source.read(info.name).reshape(1, -1), parts)
+        return
+    n_matrices, n_rows, n_columns = codes.matrix_shape(info.shape)
+    n_tiles = codes.n_tiles(n_rows)
+    step = max(_BLOCK_VALUES // max(n_columns, 1) // TILE_ROWS, 1)  # tiles
+    for matrix in range(n_matrices):
+        for tile in range(0, n_tiles, step):
+            last = min(tile + step, n_tiles)
+            rows = slice(tile * TILE_ROWS, min(last * TILE_ROWS, n_rows))
+            # A part is an array over (matrix, tile), so a run of tiles is a run of bytes.
+            taken = {
+                kind: raw.reshape(n_matrices * n_tiles, -1)[matrix * n_tiles + tile : matrix * n_tiles + last].ravel()
+                for kind, raw in parts.items()
+            }
+            yield _Block(info, dtype, _read_rows(source, info, matrix, rows), taken)
+
+
+def _read_rows(source: Source, info: TensorInfo, matrix: int, rows: slice) -> Array:
+    if len(info.shape) == 2:
+        return source.read(info.name, rows)
+    per_first = codes.matrix_shape(info.shape)[0] // info.shape[0]  # matrices under one index of the first axis
+    first = source.read(info.name, slice(matrix // per_first, matrix // per_first + 1))
+    return np.ascontiguousarray(first.reshape(per_first, *info.shape[-2:])[matrix % per_first, rows])

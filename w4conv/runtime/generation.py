@@ -1,0 +1,116 @@
+"""Text generation: tokens, pieces of text and clock of one prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from w4conv.errors import UsageError
+from w4conv.runtime.engine import Model, TokenSampler
+from w4conv.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was generated, and how fast.
+
+    finish: "stop" (an end token), "length" (max_tokens), "context" (the context is full) or "interrupted".
+    prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
+    decode_seconds: the n_decoded tokens that then went through the model one at a time.
+    """
+
+    text: str
+    finish: str
+    n_prompt: int
+    n_generated: int
+    n_decoded: int
+    prefill_seconds: float
+    first_token_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_per_second(self) -> float | None:
+        return self.n_prompt / self.prefill_seconds if self.prefill_seconds else None
+
+    @property
+    def decode_per_second(self) -> float | None:
+        return self.n_decoded / self.decode_seconds if self.n_decoded and self.decode_seconds else None
+
+
+def generate_text(
+    model: Model,
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    sampler: TokenSampler,
+    stop_ids: Collection[int],
+    at_start: bool,
+    on_piece: Callable[[str], None],
+) -> Generation:
+    """Continue `prompt_ids`; on_piece gets the text as it becomes complete.
+
+    at_start: the answer is a text of its own, not a continuation (see Tokenizer.stream). KeyboardInterrupt ends the
+    run; what there is by then is returned, with finish "interrupted". Raises UsageError when the prompt is empty or
+    does not fit the context.
+    """
+    if not prompt_ids:
+        raise UsageError("the prompt is empty and this model has no BOS token to start from; give some text")
+    if len(prompt_ids) > model.ctx:
+        raise UsageError(
+            f"the prompt has {len(prompt_ids):,} tokens, the context holds {model.ctx:,}; shorten it or raise --ctx"
+        )
+    decoder = tokenizer.stream(at_start=at_start)
+    pieces: list[str] = []
+
+    def emit(piece: str) -> None:
+        if piece:
+            pieces.append(piece)
+            on_piece(piece)
+
+    finish = "length"
+    n_generated = n_decoded = 0
+    prefill = first = decode = 0.0
+    begin = time.perf_counter()
+    try:
+        session = model.session()
+        logits = session.append(prompt_ids)[0]
+        prefill = time.perf_counter() - begin
+        while n_generated < max_tokens:
+            token = sampler(logits)
+            first = first or time.perf_counter() - begin
+            if token in stop_ids:
+                finish = "stop"
+                break
+            n_generated += 1
+            emit(decoder.push(token))
+            if n_generated == max_tokens:
+                break
+            if session.n_tokens == model.ctx:
+                finish = "context"
+                break
+            start = time.perf_counter()
+            logits = session.append([token])[0]
+            decode += time.perf_counter() - start
+            n_decoded += 1
+    except KeyboardInterrupt:
+        finish = "interrupted"
+    emit(decoder.finish())
+    return Generation("".join(pieces), finish, len(prompt_ids), n_generated, n_decoded, prefill, first, decode)
+
+
+def resident_memory() -> dict[str, int] | None:
+    """Resident bytes of this process: "file" (mapped files, shared and reclaimable) and "anonymous". None off Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    try:
+        return {
+            kind: int(fields[key].split()[0]) * 1024 for kind, key in (("file", "RssFile"), ("anonymous", "RssAnon"))
+        }
+    except (KeyError, ValueError):
+        return None

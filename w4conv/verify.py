@@ -1,0 +1,221 @@
+"""verify: is a container whole, how far is it from its source, and what does the difference cost?"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from w4conv.container import Container, open_container
+from w4conv.convert import quantize
+from w4conv.errors import FormatError, UsageError
+from w4conv.measure.perplexity import (
+    DEFAULT_CTX,
+    Estimate,
+    F64Array,
+    Increase,
+    Windows,
+    estimate,
+    increase,
+    make_windows,
+    token_nlls,
+)
+from w4conv.measure.round_trip import RoundTrip, check_fits, compare
+from w4conv.measure.texts import Text, load_text
+from w4conv.progress import Progress, Silent
+from w4conv.runtime.engine import Model
+from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.sources import open_source
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityReport:
+    """A perplexity and everything it depends on.
+
+    text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. source, increase: the
+    source in the same run, and how far the container's perplexity lies above.
+    """
+
+    text: str
+    text_sha256: str
+    text_tokens: int
+    convention: str
+    ctx: int
+    adds_bos: bool
+    n_windows: int
+    n_scored: int
+    container: Estimate
+    source: Estimate | None
+    increase: Increase | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """ok: every check held; failures: a sentence for each that did not.
+
+    intact: structure and every digest are right; otherwise nothing else was measured. digest identifies the conversion.
+    """
+
+    path: str
+    nbytes: int
+    digest: str
+    n_tensors: int
+    ok: bool
+    failures: tuple[str, ...]
+    intact: bool
+    round_trip: RoundTrip | None = None
+    perplexity: PerplexityReport | None = None
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    ppl: bool = False,
+    text: str | os.PathLike[str] | None = None,
+    ctx: int | None = None,
+    convention: str | None = None,
+    chunks: int | None = None,
+    max_ppl_increase: float | None = None,
+    min_sqnr: float | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check every byte of the container `path`; compare it with the checkpoint `against`; measure its perplexity.
+
+    ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, which for that time is
+    converted without loss into the temporary directory (TMPDIR). convention: "llama.cpp" (default) or "gptq"; ctx:
+    default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
+    max_ppl_increase: most by which the perplexity may lie above the source's, in units of perplexity.
+    min_sqnr: dB that every tensor must reach.
+
+    Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
+    InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
+    """
+    if not ppl and any(option is not None for option in (text, ctx, convention, chunks, max_ppl_increase)):
+        raise UsageError("text, ctx, convention, chunks and max-ppl-increase say how perplexity is measured: add --ppl")
+    if against is None and (max_ppl_increase is not None or min_sqnr is not None):
+        raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
+    for name, bound in (("max-ppl-increase", max_ppl_increase), ("min-sqnr", min_sqnr)):
+        if bound is not None and not math.isfinite(bound):
+            raise UsageError(f"{name} is {bound}, expected a finite number")
+    progress = progress or Silent()
+
+    with open_container(path) as container:
+
+        def report(
+            failures: list[str], *, intact: bool = True, round_trip: RoundTrip | None = None,
+            perplexity: PerplexityReport | None = None,
+        ) -> VerifyReport:  # fmt: skip
+            head = (str(path), container.file_nbytes, container.digest, len(container.tensors))
+            return VerifyReport(*head, not failures, tuple(failures), intact, round_trip, perplexity)
+
+        try:
+            container.check(progress)
+        except FormatError as error:
+            return report([str(error)], intact=False)
+        measurement = None
+        if ppl:  # before the longer work, so that a missing or short text is told at once
+            measurement = _Measurement(container, text, convention or "llama.cpp", ctx, chunks, threads)
+        round_trip = perplexity = None
+        failures: list[str] = []
+        if against is not None:
+            with open_source(Path(against)) as source:
+                check_fits(container, source)
+                round_trip = compare(container, source, threads=threads, progress=progress)
+            failures += _round_trip_failures(round_trip, min_sqnr)
+        if measurement is not None:
+            perplexity = measurement.run(against, progress)
+            failures += _perplexity_failures(perplexity, max_ppl_increase)
+        return report(failures, round_trip=round_trip, perplexity=perplexity)
+
+
+class _Measurement:
+    """Perplexity of a container, prepared: text cut into windows of tokens."""
+
+    def __init__(
+        self, container: Container, text: str | os.PathLike[str] | None, convention: str, ctx: int | None,
+        chunks: int | None, threads: int | None,
+    ) -> None:  # fmt: skip
+        if convention not in DEFAULT_CTX:
+            raise UsageError(f"convention {convention!r} is not one of {', '.join(DEFAULT_CTX)}")
+        self._container, self._convention, self._threads = container, convention, threads
+        self._ctx = DEFAULT_CTX[convention] if ctx is None else ctx
+        tokenizer = Tokenizer(container.blobs)
+        self._text: Text = load_text(None if text is None else Path(text))
+        words = self._text.joined_rows() if convention == "gptq" else self._text.content
+        self._adds_bos = tokenizer.adds_bos
+        self._windows: Windows = make_windows(
+            tokenizer.encode(words),
+            convention=convention,
+            ctx=self._ctx,
+            bos_id=tokenizer.bos_id if tokenizer.adds_bos else None,
+            chunks=chunks,
+        )
+
+    def run(self, against: str | os.PathLike[str] | None, progress: Progress) -> PerplexityReport:
+        ours = self._nlls(self._container, "perplexity", progress)
+        theirs = None
+        if against is not None:
+            with _kept(against, self._threads, progress) as source:
+                theirs = self._nlls(source, "perplexity of the source", progress)
+        return PerplexityReport(
+            text=self._text.name,
+            text_sha256=self._text.sha256,
+            text_tokens=self._windows.n_text_tokens,
+            convention=self._convention,
+            ctx=self._ctx,
+            adds_bos=self._adds_bos,
+            n_windows=len(self._windows.tokens),
+            n_scored=self._windows.n_scored,
+            container=estimate(ours),
+            source=None if theirs is None else estimate(theirs),
+            increase=None if theirs is None else increase(ours, theirs),
+        )
+
+    def _nlls(self, container: Container, what: str, progress: Progress) -> F64Array:
+        progress.start(self._windows.tokens.size)
+        with Model(container, threads=self._threads, ctx=self._ctx) as model:
+            return token_nlls(model, self._windows, advance=lambda n: progress.advance(n, what))
+
+
+@contextmanager
+def _kept(source: str | os.PathLike[str], threads: int | None, progress: Progress) -> Iterator[Container]:
+    """The source as a container that loses nothing, so that the same engine runs it; gone when the block ends."""
+    with tempfile.TemporaryDirectory(prefix="w4conv-") as folder:
+        path = Path(folder) / "source.w4"
+        quantize(source, path, scheme="keep", threads=threads, progress=progress)
+        with open_container(path) as container:
+            yield container
+
+
+def _round_trip_failures(round_trip: RoundTrip, min_sqnr: float | None) -> list[str]:
+    out = []
+    if round_trip.same_codes is False:
+        others = [t.name for t in round_trip.tensors if not t.same_codes]
+        out.append(
+            f"{others[0]}{f' and {len(others) - 1} more tensors' if others[1:] else ''}: the bytes are not what "
+            f"{round_trip.method} makes of {round_trip.source}; it is another checkpoint, or the container was altered"
+        )
+    if min_sqnr is not None:
+        low = [
+            (t.distortion.sqnr_db, t.name)
+            for t in round_trip.tensors
+            if t.distortion.sqnr_db is not None and t.distortion.sqnr_db < min_sqnr
+        ]
+        if low:
+            sqnr, name = min(low)
+            out.append(f"SQNR is below {min_sqnr} dB in {len(low)} tensors; the lowest is {sqnr:.2f} dB in {name}")
+    return out
+
+
+def _perplexity_failures(report: PerplexityReport, max_increase: float | None) -> list[str]:
+    if max_increase is None or report.increase is None or report.increase.difference <= max_increase:
+        return []
+    return [
+        f"perplexity rises by {report.increase.difference:.4f} over the source's; at most {max_increase} is allowed"
+    ]
