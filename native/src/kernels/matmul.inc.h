@@ -168,39 +168,55 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
 
 // ---- integer GEMV ---------------------------------------------------------------------------------------------------
 
-// One token. Four (int8: two) accumulators hide the latency of the dot product; integer sums have no order.
+// One line of int4 (four pairs) or int8 (two) into the accumulators of its pairs. a: the line's activation pairs; those of
+// an int8 line are every second one of its eight columns.
+template <Kind kKind>
+inline void int_line(const uint32_t* line, const int32_t* a, vi (&acc)[columns_per_dword(kKind) / 2][kVectors]) {
+  prefetch(line + kPrefetchLines * 16);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++) {
+    vi lanes = load_bits(line + v * kLanes);
+    keep(lanes);
+    if constexpr (kKind == Kind::kInt4) {
+      acc[0][v] = dot(acc[0][v], int4_pair<0>(lanes), splat_int(a[0]));
+      acc[1][v] = dot(acc[1][v], int4_pair<1>(lanes), splat_int(a[1]));
+      acc[2][v] = dot(acc[2][v], int4_pair<2>(lanes), splat_int(a[2]));
+      acc[3][v] = dot(acc[3][v], int4_pair<3>(lanes), splat_int(a[3]));
+    } else {
+      acc[0][v] = dot(acc[0][v], int8_pair<0>(lanes), splat_int(a[0]));
+      acc[1][v] = dot(acc[1][v], int8_pair<1>(lanes), splat_int(a[2]));
+    }
+  }
+}
+
+// One token. An accumulator for each pair of a line hides the latency of the dot product; integer sums have no order.
 template <Kind kKind>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) {
   constexpr int kPairs = columns_per_dword(kKind) / 2;
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
+  const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const uint32_t* line = w.lines + tile * n_lines * 16;
+  const uint32_t* const end = line + n_lines * 16;
+  const uint16_t* scales = w.scales + tile * n_groups * 16;
+  const auto* a = reinterpret_cast<const int32_t*>(x.pairs);
   vf sum[kVectors] = {};
-  for (int64_t block = 0; block < n_blocks; block++) {
-    const int64_t column = block * x.block;
-    const int64_t n_columns = column + x.block < w.n_columns ? x.block : w.n_columns - column;
+  for (int64_t block = 0, in_group = 0; block < n_blocks; block++) {
+    const int64_t left = (end - line) / 16, whole = (x.block + 2 * kPairs - 1) / (2 * kPairs);
+    const int64_t n = left < whole ? left : whole;
     vi acc[kPairs][kVectors] = {};
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) acc[0][v] = splat_int(kKind == Kind::kInt4 ? x.neg8_sums[block] : 0);
-    const int32_t* a = reinterpret_cast<const int32_t*>(x.pairs) + column / 2;
-    const int64_t n = (n_columns + 2 * kPairs - 1) / (2 * kPairs);
-    for (int64_t i = 0; i < n; i++, line += 16) {
-      prefetch(line + kPrefetchLines * 16);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
-        const vi lanes = load_bits(line + v * kLanes);
-        if constexpr (kKind == Kind::kInt4) {
-          acc[0][v] = dot(acc[0][v], int4_pair<0>(lanes), splat_int(a[4 * i]));
-          acc[1][v] = dot(acc[1][v], int4_pair<1>(lanes), splat_int(a[4 * i + 1]));
-          acc[2][v] = dot(acc[2][v], int4_pair<2>(lanes), splat_int(a[4 * i + 2]));
-          acc[3][v] = dot(acc[3][v], int4_pair<3>(lanes), splat_int(a[4 * i + 3]));
-        } else {
-          const int64_t first = i / 2 * 4 + (i & 1);  // pairs (0,2) (1,3) of the first line are 0 and 2 of its eight columns
-          acc[0][v] = dot(acc[0][v], int8_pair<0>(lanes), splat_int(a[first]));
-          acc[1][v] = dot(acc[1][v], int8_pair<1>(lanes), splat_int(a[first + 2]));
-        }
-      }
+    int64_t i = 0;
+    for (; i + 2 <= n; i += 2, line += 32) {
+      int_line<kKind>(line, a, acc);
+      a += kKind == Kind::kInt4 ? 4 : 1;
+      int_line<kKind>(line + 16, a, acc);
+      a += kKind == Kind::kInt4 ? 4 : 3;
     }
-    const uint16_t* scales = w.scales + (tile * n_groups + column / w.group_size) * 16;
+    if (i < n) {
+      int_line<kKind>(line, a, acc);
+      a += 4, line += 16;
+    }
     const vf a_scale = splat(x.scales[block]);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) {
@@ -209,6 +225,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) 
       for (int p = 1; p < kPairs; p++) isum += acc[p][v];
       sum[v] += __builtin_convertvector(isum, vf) * (from_f16(scales + v * kLanes) * a_scale);
     }
+    if (++in_group == blocks_a_group) scales += 16, in_group = 0;
   }
   for (int v = 0; v < kVectors; v++) store(y + tile * kTileRows + v * kLanes, sum[v]);
 }

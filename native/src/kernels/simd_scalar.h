@@ -54,3 +54,4 @@ inline void to_f16(vf x, uint16_t* p) {
   for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint16_t>(half[i]);
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void keep(vi&) {}
