@@ -1,10 +1,10 @@
-"""Llama 2, 3, 3.x, SmolLM2 and others of the same class."""
+"""Llama 2, 3 and 3.x, and what shares their shape (SmolLM2, TinyLlama)."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from w4conv.models.config import Config
+from w4conv.models.config import Config, decoder
 from w4conv.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "LlamaForCausalLM"
@@ -12,14 +12,14 @@ MODEL_TYPE: Final = "llama"
 
 
 def parse(config: Config) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
-    attention_bias = config.flag("attention_bias", default=False)
-    return ModelSpec(
-        family=MODEL_TYPE,
+    attention_bias = config.flag("attention_bias")
+    return decoder(
+        config,
+        family="llama",
         architecture=ARCHITECTURE,
-        **config.sizes(),
+        default_kv_heads=None,
+        default_max_positions=2048,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        mlp_bias=config.flag("mlp_bias", default=False),
-        tied_head=config.flag("tie_word_embeddings", default=False),
+        mlp_bias=config.flag("mlp_bias"),
     )

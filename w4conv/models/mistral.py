@@ -1,10 +1,11 @@
-"""Mistral: Llama's shape, no biases, one sliding window for all layers when the config gives one."""
+"""Mistral: Llama with a sliding window on every layer where `sliding_window` is not null. No biases."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
-from w4conv.models.config import MAX_POSITIONS, Config
+from w4conv.models.config import MAX_POSITIONS, Config, decoder
 from w4conv.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "MistralForCausalLM"
@@ -12,13 +13,19 @@ MODEL_TYPE: Final = "mistral"
 
 
 def parse(config: Config) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
-    sizes = config.sizes()
-    window = config.integer("sliding_window", high=MAX_POSITIONS) if "sliding_window" in config else 0
-    return ModelSpec(
-        family=MODEL_TYPE,
+    spec = decoder(
+        config,
+        family="mistral",
         architecture=ARCHITECTURE,
-        **sizes,
-        sliding_windows=(window,) * sizes["n_layers"] if window else (),
-        tied_head=config.flag("tie_word_embeddings", default=False),
+        default_kv_heads=8,
+        default_max_positions=131072,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
     )
+    # The class default of `sliding_window` is 4096: an absent key means a window, null means none.
+    window = 0 if config.is_null("sliding_window") else config.integer("sliding_window", 4096, high=MAX_POSITIONS)
+    kind = "sliding_attention" if window else "full_attention"
+    if "layer_types" in config and config.get("layer_types") != [kind] * spec.n_layers:
+        raise config.error("layer_types", f"a Mistral model has {kind} in all of its {spec.n_layers} layers")
+    return replace(spec, sliding_windows=(window,) * spec.n_layers) if window else spec

@@ -1,11 +1,11 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; a sliding window in the upper layers only where it is switched on."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; sliding windows on the upper layers where switched on."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
-from w4conv.errors import InputError
-from w4conv.models.config import MAX_POSITIONS, Config
+from w4conv.models.config import MAX_LAYERS, MAX_POSITIONS, Config, decoder
 from w4conv.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "Qwen2ForCausalLM"
@@ -13,26 +13,36 @@ MODEL_TYPE: Final = "qwen2"
 
 
 def parse(config: Config) -> ModelSpec:
-    config.require("hidden_act", "silu", default="silu")
-    sizes = config.sizes()
-    return ModelSpec(
-        family=MODEL_TYPE,
+    if config.flag("use_mrope"):
+        raise config.error("use_mrope", "multimodal rotary embeddings are not supported")
+    spec = decoder(
+        config,
+        family="qwen2",
         architecture=ARCHITECTURE,
-        **sizes,
-        sliding_windows=_windows(config, sizes["n_layers"]),
+        default_kv_heads=32,
+        default_max_positions=32768,
         qkv_bias=True,
-        tied_head=config.flag("tie_word_embeddings", default=False),
+        o_bias=False,
+        mlp_bias=False,
     )
+    windows = _windows(config, spec.n_layers)
+    return replace(spec, sliding_windows=windows) if any(windows) else spec
 
 
 def _windows(config: Config, n_layers: int) -> tuple[int, ...]:
-    if not config.flag("use_sliding_window", default=False) or "sliding_window" not in config:
-        return ()
-    window = config.integer("sliding_window", high=MAX_POSITIONS)
-    types = config.strings("layer_types")
-    if not types:  # transformers derives them so
-        first = config.integer("max_window_layers", default=28, low=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
-    if len(types) != n_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise InputError(f"config.json: layer_types has to name full_attention or sliding_attention {n_layers} times")
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
+    """A window for each layer, 0 = none."""
+    window = 0
+    if config.flag("use_sliding_window") and not config.is_null("sliding_window"):
+        window = config.integer("sliding_window", 4096, high=MAX_POSITIONS)
+    first = config.integer("max_window_layers", 28, low=0, high=MAX_LAYERS)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(window if layer >= first else 0 for layer in range(n_layers))
+    if not isinstance(kinds, list) or len(kinds) != n_layers:
+        raise config.error("layer_types", f"expected a list of {n_layers} words, one a layer")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise config.error("layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention")
+    if "sliding_attention" in kinds and not window:
+        raise config.error("layer_types", "names sliding_attention, but no sliding window is switched on")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

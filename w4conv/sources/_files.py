@@ -18,7 +18,11 @@ MAX_TOKENIZER_BYTES: Final = 256 << 20
 # so this is far above any real header, and still keeps a crafted one under a few hundred MB.
 MAX_JSON_NODES: Final = 8_000_000
 
-VALUE_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+VALUE_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+}
 
 
 class MappedFile:
