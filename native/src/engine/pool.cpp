@@ -20,7 +20,7 @@ Pool::Pool(int n_threads) {
 
 Pool::~Pool() {
   stop_ = true;
-  generation_.fetch_add(1, std::memory_order_release);
+  generation_.fetch_add(1);
   generation_.notify_all();
   for (std::thread& t : workers_) t.join();
 }
@@ -34,27 +34,26 @@ void Pool::run_job(Job job, int64_t n_tasks) {
   job_ = job;
   n_tasks_ = n_tasks;
   next_ = 0;
-  busy_ = static_cast<int>(workers_.size());
-  generation_.fetch_add(1, std::memory_order_release);
+  open_ = true;
+  generation_.fetch_add(1);
   generation_.notify_all();
   work(0);
-  for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; spins++) {
-    spins < kSpins ? pause() : std::this_thread::yield();
-  }
+  open_ = false;
+  for (int spins = 0; joined_ != 0; spins++) spins < kSpins ? pause() : std::this_thread::yield();
 }
 
 void Pool::worker(int thread) {
   uint32_t seen = 0;
-  while (true) {
-    uint32_t now = generation_.load(std::memory_order_acquire);
+  while (!stop_) {
+    uint32_t now = generation_;
     for (int spins = 0; now == seen; spins++) {
-      spins < kSpins ? pause() : generation_.wait(seen, std::memory_order_acquire);
-      now = generation_.load(std::memory_order_acquire);
+      spins < kSpins ? pause() : generation_.wait(seen);
+      now = generation_;
     }
     seen = now;
-    if (stop_) return;
-    work(thread);
-    busy_.fetch_sub(1, std::memory_order_release);
+    joined_.fetch_add(1);
+    if (open_) work(thread);
+    joined_.fetch_sub(1);
   }
 }
 

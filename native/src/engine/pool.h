@@ -38,11 +38,12 @@ class Pool {
   void worker(int thread);
 
   std::mutex turn_;
-  Job job_;
-  std::atomic<uint32_t> generation_{0};  // counts the jobs
-  std::atomic<int64_t> next_{0};
+  Job job_;  // read by workers only between joining an open job and leaving it
   int64_t n_tasks_ = 0;
-  std::atomic<int> busy_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> open_{false};        // a job may be joined
+  std::atomic<int> joined_{0};           // workers inside; a worker that is late is not waited for
+  std::atomic<uint32_t> generation_{0};  // counts the jobs
   std::atomic<bool> stop_{false};
   std::vector<std::thread> workers_;
 };
