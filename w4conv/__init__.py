@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from w4conv.container import open_container as open
     from w4conv.convert import quantize
     from w4conv.runtime.engine import Model
-    from w4conv.verify import verify
+    from w4conv.verification import verify
 
 __version__ = "0.1.0"
 __all__ = ["Model", "__version__", "open", "quantize", "verify"]
@@ -25,7 +25,7 @@ _HOMES = {
     "Model": ("w4conv.runtime.engine", "Model"),
     "open": ("w4conv.container", "open_container"),
     "quantize": ("w4conv.convert", "quantize"),
-    "verify": ("w4conv.verify", "verify"),
+    "verify": ("w4conv.verification", "verify"),
 }
 
 

@@ -116,6 +116,7 @@ def as_bytes(a: Array) -> npt.NDArray[np.uint8]:
 
 @functools.lru_cache(maxsize=4)
 def _pool(n_threads: int) -> _native.Pool:
+    isa_tier()  # so that a W4CONV_ISA that cannot run is told as such
     return _native.Pool(n_threads)
 
 

@@ -203,18 +203,20 @@ def test_absent_text_says_where_to_get_it(alone: Path) -> None:
         assert part in str(caught.value)
 
 
-def fake_hub(archive: Path) -> types.ModuleType:
-    hub = types.ModuleType("huggingface_hub")
-    hub.utils = types.SimpleNamespace(disable_progress_bars=lambda: None)  # type: ignore[attr-defined]  # a stand-in
+def install_hub(monkeypatch: pytest.MonkeyPatch, archive: Path) -> None:
+    """A stand-in for huggingface_hub that has `archive` in its cache."""
+    hub, utils = types.ModuleType("huggingface_hub"), types.ModuleType("huggingface_hub.utils")
     hub.hf_hub_download = lambda **_: str(archive)  # type: ignore[attr-defined]  # a stand-in
-    return hub
+    utils.disable_progress_bars = lambda: None  # type: ignore[attr-defined]  # a stand-in
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
 
 
 def test_fetched_text_is_checked_and_kept(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = alone / "wikitext-2-raw-v1.zip"
     with zipfile.ZipFile(archive, "w") as z:
         z.writestr("wikitext-2-raw/wiki.test.raw", b"something else")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(archive))
+    install_hub(monkeypatch, archive)
     with pytest.raises(InputError, match="the file that was fetched: not the WikiText-2"):
         load_text()
     assert not (alone / "w4conv").exists(), "what fails the check is not kept"
@@ -226,7 +228,7 @@ def test_fetched_text_is_checked_and_kept(alone: Path, monkeypatch: pytest.Monke
 
 
 def test_failed_fetch_says_where_to_get_it(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(alone / "absent.zip"))
+    install_hub(monkeypatch, alone / "absent.zip")
     with pytest.raises(InputError, match=r"could not be fetched \(FileNotFoundError\)"):
         load_text()
 

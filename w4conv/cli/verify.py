@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from w4conv.measure.distortion import Distortion
     from w4conv.measure.perplexity import Estimate
     from w4conv.measure.round_trip import RoundTrip
-    from w4conv.verify import PerplexityReport, VerifyReport
+    from w4conv.verification import PerplexityReport, VerifyReport
 
 CONVENTIONS = ("llama.cpp", "gptq")
 EPILOG = """\
@@ -57,8 +57,8 @@ def verify(
     ] = None,
     chunks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N windows")] = None,
     max_ppl_increase: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Fail when perplexity lies more than X above the source's"),
+        str | None,
+        typer.Option(metavar="X|X%", help="Fail when perplexity lies more than X units, or X %, above the source's"),
     ] = None,
     min_sqnr: Annotated[
         float | None, typer.Option(metavar="DB", help="Fail when the SQNR of any tensor is below DB")
@@ -72,7 +72,7 @@ def verify(
     the recorded method makes of that source. With --ppl: perplexity, and its increase over the source's with the
     standard error. Exit code 1 when a check does not hold.
     """
-    from w4conv.verify import verify as check
+    from w4conv.verification import verify as check
 
     with progress_bar() as progress:
         report = check(
@@ -162,7 +162,7 @@ def perplexity_text(p: PerplexityReport) -> str:
             ("source", _estimate(p.source)),
             (
                 "increase",
-                f"{i.difference:.4f} +/- {i.difference_stderr:.4f} (times {i.ratio:.5f} +/- {i.ratio_stderr:.5f})",
+                f"{i.difference:.4f} +/- {i.difference_stderr:.4f} ({i.ratio - 1:+.2%} +/- {i.ratio_stderr:.2%})",
             ),
         ]
     return _output.facts(pairs)

@@ -103,11 +103,12 @@ def _fetch(cached: Path) -> bytes:
     )
     try:
         hub: Any = importlib.import_module("huggingface_hub")  # optional, so that its types cannot be relied on
+        settings: Any = importlib.import_module("huggingface_hub.utils")
     except ImportError:
         raise InputError(
             f"the {WIKITEXT2_NAME} is not here, and huggingface_hub is not installed to fetch it; {advice}"
         ) from None
-    hub.utils.disable_progress_bars()  # they would write to standard error
+    settings.disable_progress_bars()  # they would write to standard error
     try:
         archive = hub.hf_hub_download(**WIKITEXT2_ARCHIVE)
         with zipfile.ZipFile(archive) as z, z.open(WIKITEXT2_MEMBER) as member:

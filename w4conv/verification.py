@@ -80,7 +80,7 @@ def verify(
     ctx: int | None = None,
     convention: str | None = None,
     chunks: int | None = None,
-    max_ppl_increase: float | None = None,
+    max_ppl_increase: float | str | None = None,
     min_sqnr: float | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -90,7 +90,7 @@ def verify(
     ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, which for that time is
     converted without loss into the temporary directory (TMPDIR). convention: "llama.cpp" (default) or "gptq"; ctx:
     default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
-    max_ppl_increase: most by which the perplexity may lie above the source's, in units of perplexity.
+    max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
     min_sqnr: dB that every tensor must reach.
 
     Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
@@ -100,9 +100,9 @@ def verify(
         raise UsageError("text, ctx, convention, chunks and max-ppl-increase say how perplexity is measured: add --ppl")
     if against is None and (max_ppl_increase is not None or min_sqnr is not None):
         raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
-    for name, bound in (("max-ppl-increase", max_ppl_increase), ("min-sqnr", min_sqnr)):
-        if bound is not None and not math.isfinite(bound):
-            raise UsageError(f"{name} is {bound}, expected a finite number")
+    if min_sqnr is not None and not math.isfinite(min_sqnr):
+        raise UsageError(f"min-sqnr is {min_sqnr}, expected a finite number")
+    limit = None if max_ppl_increase is None else _Limit.parse(str(max_ppl_increase))
     progress = progress or Silent()
 
     with open_container(path) as container:
@@ -130,7 +130,7 @@ def verify(
             failures += _round_trip_failures(round_trip, min_sqnr)
         if measurement is not None:
             perplexity = measurement.run(against, progress)
-            failures += _perplexity_failures(perplexity, max_ppl_increase)
+            failures += _perplexity_failures(perplexity, limit)
         return report(failures, round_trip=round_trip, perplexity=perplexity)
 
 
@@ -145,6 +145,8 @@ class _Measurement:
             raise UsageError(f"convention {convention!r} is not one of {', '.join(DEFAULT_CTX)}")
         self._container, self._convention, self._threads = container, convention, threads
         self._ctx = DEFAULT_CTX[convention] if ctx is None else ctx
+        with Model(container, threads=threads, ctx=self._ctx):
+            pass  # what cannot be run, or not with this ctx, is told before the longer work
         tokenizer = Tokenizer(container.blobs)
         self._text: Text = load_text(None if text is None else Path(text))
         words = self._text.joined_rows() if convention == "gptq" else self._text.content
@@ -213,9 +215,32 @@ def _round_trip_failures(round_trip: RoundTrip, min_sqnr: float | None) -> list[
     return out
 
 
-def _perplexity_failures(report: PerplexityReport, max_increase: float | None) -> list[str]:
-    if max_increase is None or report.increase is None or report.increase.difference <= max_increase:
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A largest increase, in units of perplexity or in percent of the source's."""
+
+    words: str
+    value: float
+    percent: bool
+
+    @classmethod
+    def parse(cls, words: str) -> _Limit:
+        try:
+            value = float(words.removesuffix("%"))
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise UsageError(f'max-ppl-increase is {words!r}, expected a number such as 0.5, or a share such as "2%"')
+        return cls(words, value, words.endswith("%"))
+
+
+def _perplexity_failures(report: PerplexityReport, limit: _Limit | None) -> list[str]:
+    if limit is None or report.increase is None:
+        return []
+    found = (report.increase.ratio - 1) * 100 if limit.percent else report.increase.difference
+    if found <= limit.value:
         return []
     return [
-        f"perplexity rises by {report.increase.difference:.4f} over the source's; at most {max_increase} is allowed"
+        f"perplexity rises by {report.increase.difference:.4f} ({report.increase.ratio - 1:.2%}) over the source's; "
+        f"at most {limit.words} is allowed"
     ]

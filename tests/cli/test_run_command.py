@@ -1,0 +1,166 @@
+"""`w4conv run`: prompts, streaming, stops, statistics, interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import COMMAND, TIMEOUT, Runner, environment
+from helpers import data_dir, make_llama_dir, tiny_tokenizer
+
+import w4conv
+
+DRIVER = """
+import os, signal
+import w4conv.runtime.sampling as sampling
+from w4conv.cli.main import main
+calls, original = [], sampling.Sampler.__call__
+def choose(self, logits):
+    calls.append(1)
+    if len(calls) == 8:
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(self, logits)
+sampling.Sampler.__call__ = choose
+main()
+"""
+
+
+@pytest.fixture
+def stories(w4: Runner, tmp_path: Path) -> Path:
+    out = tmp_path / "stories.w4"
+    w4("quantize", data_dir("hf", "stories260K-f32"), out, "--scheme", "keep").done()
+    return out
+
+
+def test_greedy_text_is_the_documented_one(w4: Runner, stories: Path) -> None:
+    expected = data_dir("hf", "stories260K-f32", "sample_greedy.txt").read_text().strip()
+    out = w4("run", stories, "-p", "", "-n", 150).done()
+    assert out.out.startswith(expected[:60])
+    assert out.out.startswith(expected) or expected.startswith(out.out.strip())
+    assert out.err == ""
+
+
+def test_the_prompt_may_come_from_anywhere(w4: Runner, stories: Path, tmp_path: Path) -> None:
+    by_option = w4("run", stories, "-p", "Once upon", "-n", 12).done().out
+    assert by_option.startswith(" a time"), "a continuation keeps its space; the prompt is not repeated"
+    assert w4("run", stories, "-n", 12, stdin=b"Once upon\n").done().out == by_option
+    (tmp_path / "p.txt").write_text("Once upon\n")
+    assert w4("run", stories, "-f", "p.txt", "-n", 12).done().out == by_option
+    assert w4("run", stories, "-f", "-", "-n", 12, stdin=b"Once upon").done().out == by_option
+    assert w4("run", stories, "-n", 12, stdin=b"Once upon\n\n").done().out != by_option, "one line end is taken off"
+
+
+def test_json_and_stats(w4: Runner, stories: Path) -> None:
+    out = w4("run", stories, "-p", "Once upon", "-n", 12, "-t", 1, "--json").done()
+    result = json.loads(out.out)
+    assert result["schema"] == "w4conv.run/1"
+    assert result["text"] + "\n" == w4("run", stories, "-p", "Once upon", "-n", 12).done().out
+    assert result["finish"] == "length"
+    stats = result["stats"]
+    assert (stats["generated_tokens"], stats["decoded_tokens"], stats["threads"]) == (12, 11, 1)
+    assert stats["prompt_tokens"] == 3
+    assert stats["first_token_seconds"] >= stats["prefill_seconds"] > 0
+    assert stats["decode_tokens_per_second"] == pytest.approx(1000 / stats["decode_ms_per_token"])
+    assert stats["resident_bytes"]["anonymous"] > 0
+    text = w4("run", stories, "-p", "Once upon", "-n", 12, "--stats", env={"W4CONV_ISA": "scalar"}).done()
+    assert text.out == result["text"] + "\n"
+    for part in ("prefill", "first token", "ms/token", "GB/s", "file-backed", "anonymous", "scalar, "):
+        assert part in text.err
+    one = json.loads(w4("run", stories, "-p", "Once", "-n", 1, "--json").done().out)
+    assert one["stats"]["decode_tokens_per_second"] is None
+
+
+def test_end_token_and_full_context_end_the_text(w4: Runner, tmp_path: Path, container: Path) -> None:
+    full = json.loads(w4("run", container, "-p", "abc", "-n", 500, "--ctx", 16, "--json").done().out)
+    n_tokens = full["stats"]["prompt_tokens"] + full["stats"]["generated_tokens"]
+    assert (full["finish"], n_tokens) == ("context", 17), "the last token needs no place"
+    with w4conv.Model(container) as model:  # the first token that this model chooses becomes its end token
+        first = next(model.generate(tiny_tokenizer().encode("abc").ids, max_tokens=1))
+    make_llama_dir(tmp_path / "ends", tied=True, config={"eos_token_id": first})
+    w4("quantize", "ends", "ends.w4").done()
+    ended = json.loads(w4("run", "ends.w4", "-p", "abc", "-n", 9, "--json").done().out)
+    assert (ended["finish"], ended["text"]) == ("stop", "")
+
+
+def test_chat_uses_the_template(w4: Runner, container: Path) -> None:
+    chat = json.loads(w4("run", container, "--chat", "-p", "hi", "-n", 4, "--json").done().out)
+    same = w4("run", container, "-p", "<s>[user] hi\n[assistant] ", "-n", 4, "--json").done().out
+    assert chat["text"] == json.loads(same)["text"]
+    assert chat["stats"]["prompt_tokens"] == json.loads(same)["stats"]["prompt_tokens"], "one BOS, not two"
+
+
+def test_sampling_by_seed(w4: Runner, stories: Path) -> None:
+    def text(*options: object) -> str:
+        return w4("run", stories, "-p", "Once", "-n", 20, *options).done().out
+
+    hot = ("--temperature", 1.5, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01)
+    assert text(*hot, "--seed", 3) == text(*hot, "--seed", 3)
+    assert text(*hot, "--seed", 3) != text(*hot, "--seed", 4)
+    assert text("--temperature", 5, "--top-k", 1) == text(), "the most probable of one is the greedy choice"
+
+
+def test_errors(w4: Runner, container: Path, stories: Path, tmp_path: Path) -> None:
+    w4("run", "absent.w4", "-p", "a").failed(3, "absent.w4", "No such file")
+    w4("run", container, "-p", "a", "-f", "b").failed(2, "both -p and -f")
+    w4("run", container, "-f", "absent.txt").failed(3, "absent.txt")
+    w4("run", container, stdin=b"\xff").failed(3, "standard input", "UTF-8")
+    w4("run", container, "-p", "a", "--ctx", 9999).failed(2, "9999", "256")
+    w4("run", container, "-p", "a" * 50, "--ctx", 10).failed(2, "51 tokens", "10", "--ctx")
+    w4("run", container, "-p", "a", "--top-k", 4).failed(2, "temperature")
+    w4("run", container, "-p", "a", "--temperature", "-1").failed(2, "temperature")
+    w4("run", container, "-p", "a", "--temperature", "1", "--top-p", "2").failed(2, "top-p")
+    w4("run", container, "-p", "a", "-n", "0").failed(2, "-n")
+    w4("run", stories, "--chat", "-p", "a").failed(3, "no chat template", "--chat")
+    (tmp_path / "cut.w4").write_bytes(container.read_bytes()[:5000])
+    w4("run", "cut.w4", "-p", "a").failed(3, "cut short")
+    with Path("/dev/full").open("wb") as full:
+        w4("run", container, "-p", "a", "-n", 3, stdout=full).failed(4, "No space left")
+
+
+def test_no_bos_and_no_text(w4: Runner, tmp_path: Path) -> None:
+    source = make_llama_dir(tmp_path / "in")
+    (source / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    w4("quantize", "in", "o.w4").done()
+    w4("run", "o.w4", "-p", "").failed(2, "prompt is empty")
+
+
+def test_interrupt_keeps_the_text_so_far(w4: Runner, stories: Path) -> None:
+    whole = w4("run", stories, "-p", "Once upon", "-n", 20).done().out
+    out = w4("run", stories, "-p", "Once upon", "-n", 20, code=DRIVER)
+    assert out.code == 130
+    assert out.out.endswith("\n")
+    assert len(out.out) > 5
+    assert whole.startswith(out.out[:-1])
+    assert out.err == ""
+    result = w4("run", stories, "-p", "Once upon", "-n", 20, "--json", code=DRIVER)
+    assert result.code == 130
+    assert json.loads(result.out)["finish"] == "interrupted"
+
+
+def test_interrupt_while_waiting_for_the_prompt(container: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", str(container)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    ) as process:  # fmt: skip
+        stat = Path(f"/proc/{process.pid}/wchan")
+        deadline = time.monotonic() + TIMEOUT
+        while "pipe" not in stat.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=TIMEOUT)
+        assert (process.returncode, out, err) == (130, b"", b"w4conv: note: interrupted\n")
+
+
+def test_reader_that_stops_early_is_no_error(container: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", str(container), "-p", "abc", "-n", "200"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.close()
+        _, err = process.communicate(timeout=TIMEOUT)
+        assert (process.returncode, err) == (0, b"")
