@@ -68,16 +68,20 @@ def bits(value: float | None) -> str:
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Lines "name   value", values in one column; on a terminal long values are wrapped within it."""
     rows = [(name, printable(value)) for name, value in pairs]
-    width = max((len(name) for name, _ in rows), default=0)
-    lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
-    if sys.stdout.isatty():
-        columns = max(shutil.get_terminal_size().columns, width + 20)
-        indent = " " * (width + 2)
-        lines = [
-            textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-            for line in lines
-        ]
-    return "".join(line + "\n" for line in lines)
+    margin = max((len(name) for name, _ in rows), default=0) + 2
+    if not sys.stdout.isatty():
+        return "".join(f"{name.ljust(margin)}{value}\n" for name, value in rows)
+    lines = textwrap.TextWrapper(
+        max(shutil.get_terminal_size().columns, margin + 20),
+        subsequent_indent=" " * margin,
+        break_long_words=False,  # paths and digests can be copied
+        break_on_hyphens=False,
+    )
+    out = ""
+    for name, value in rows:
+        lines.initial_indent = name.ljust(margin)
+        out += lines.fill(value) + "\n"
+    return out
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

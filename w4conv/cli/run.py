@@ -22,8 +22,8 @@ EPILOG = """\
 \b
 Examples:
   w4conv run out.w4 -p 'Once upon a time' -n 64
-  w4conv run out.w4 --chat -p 'Why is the sky blue?' --stats
-  w4conv run out.w4 -f prompt.txt --temperature 0.8 --seed 7
+  w4conv run out.w4 --chat --stats -p 'Why is it so?'
+  w4conv run out.w4 -f p.txt --temperature 0.8 --seed 7
   echo 'Dear Sir,' | w4conv run out.w4 --json
 """
 
