@@ -1,0 +1,90 @@
+"""The rules of the house that a machine can hold: which way imports run, and what stays out of `import w4conv`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import w4conv
+
+PACKAGE = Path(w4conv.__file__).parent
+# Lowest first. A module imports from its own layer or a lower one.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "progress"),
+    ("scheme",),
+    ("codes", "_native"),
+    ("kernels", "digests"),
+    ("quantization", "container", "sources", "models"),
+    ("convert", "verification", "inspection", "runtime", "measure", "export"),
+    ("cli", "__main__"),
+)
+STRANGERS = {("container", "sources"), ("sources", "container")}  # siblings that do not know each other
+
+
+def rank(room: str) -> int:
+    return next(i for i, rooms in enumerate(LAYERS) if room in rooms)
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """(file, its room, a room or outside package that it imports)."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        room = relative.parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue  # names the public API, lazily
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = submodules if node.module == "w4conv" else [node.module]
+            for name in names:
+                parts = name.split(".")
+                yield str(relative), room, parts[1] if parts[0] == "w4conv" and len(parts) > 1 else f":{parts[0]}"
+
+
+def test_imports_run_one_way() -> None:
+    checked = 0
+    for file, room, target in imports():
+        if target.startswith(":") or target.startswith("__"):
+            continue
+        assert rank(target) <= rank(room), f"{file} imports {target}, which lies above {room}"
+        assert (room, target) not in STRANGERS, f"{file}: {room} and {target} do not know each other"
+        checked += 1
+    assert checked > 50
+
+
+@pytest.mark.parametrize("library", ["typer", "tqdm", "click"])
+def test_terminal_libraries_stay_in_cli(library: str) -> None:
+    users = {room for _, room, target in imports() if target == f":{library}"}
+    assert users <= {"cli"}
+
+
+def test_only_two_modules_touch_the_native_one() -> None:
+    users = {file for file, _, target in imports() if target == "_native"}
+    assert users == {"kernels.py", "runtime/engine.py"}
+
+
+def test_the_api_loads_without_the_command_line() -> None:
+    code = (
+        "import sys, w4conv; w4conv.quantize, w4conv.open, w4conv.verify, w4conv.Model;"
+        "print([m for m in ('typer', 'tqdm', 'click', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_functions_of_the_api_stay_functions() -> None:
+    """A submodule of the same name would take a function's place as soon as something imports it."""
+    import w4conv.cli.main  # imports everything below it
+
+    for name in ("quantize", "verify", "open", "Model"):
+        assert callable(getattr(w4conv, name)), name
+        assert not (PACKAGE / name).exists()
+        assert not (PACKAGE / f"{name}.py").exists()
