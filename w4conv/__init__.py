@@ -1,9 +1,9 @@
 """w4conv: language-model checkpoints to `.w4`, a memory-mapped 4-bit container, with proof.
 
-    w4conv.quantize("in/", "out.w4")        convert; returns a ConversionReport
-    w4conv.open("out.w4")                   the mapping: tensors, parts as numpy views, dequantize(name)
-    w4conv.verify("out.w4", against="in/")  integrity, round trip, perplexity; returns a VerifyReport
-    w4conv.Model("out.w4")                  logits(token_ids), generate(prompt_ids, max_tokens=...)
+w4conv.quantize("in/", "out.w4")        convert; returns a ConversionReport
+w4conv.open("out.w4")                   the mapping: tensors, parts as numpy views, dequantize(name)
+w4conv.verify("out.w4", against="in/")  integrity, round trip, perplexity; returns a VerifyReport
+w4conv.Model("out.w4")                  logits(token_ids), generate(prompt_ids, max_tokens=...)
 """
 
 from __future__ import annotations

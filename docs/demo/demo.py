@@ -61,7 +61,9 @@ def main() -> None:
     show(f"w4conv inspect {out}")
     show(f"w4conv verify {out} --against {source} --ppl --text {TEXT} --max-ppl-increase 60%")
     show(f"w4conv run {out} --chat -n 60 --stats -p 'Why is the sky blue? Answer in two sentences.'")
-    print(f"\nDone: {source.stat().st_size / 1e6:.1f} MB of GGUF became {out.stat().st_size / 1e6:.1f} MB of .w4 in {out}.")
+    print(
+        f"\nDone: {source.stat().st_size / 1e6:.1f} MB of GGUF became {out.stat().st_size / 1e6:.1f} MB of .w4 in {out}."
+    )
 
 
 if __name__ == "__main__":
