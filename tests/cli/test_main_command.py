@@ -72,6 +72,12 @@ def test_version(w4: Runner) -> None:
     w4("--version", env={"W4CONV_ISA": "sse9"}).failed(2, "sse9")
 
 
+def test_a_full_disk_under_standard_output(w4: Runner, container: Path) -> None:
+    for args in (["--help"], ["--version"], ["inspect", container], ["verify", container, "--json"]):
+        with Path("/dev/full").open("wb") as full:
+            w4(*args, stdout=full).failed(4, "No space left")
+
+
 def test_typing_errors(w4: Runner) -> None:
     w4("quantise").failed(2, "No such command 'quantise'", "'quantize'", "w4conv --help")
     w4("--verison").failed(2, "--verison", "--version")
@@ -132,6 +138,9 @@ def test_a_terminal_shows_progress_and_a_clean_report(tmp_path: Path, checkpoint
     code, seen = in_terminal(["quantize", checkpoint, "-"])
     assert code == 4
     assert "standard output is a terminal" in " ".join(seen.split())
+    code, seen = in_terminal(["inspect", "-"])
+    assert code == 2
+    assert "standard input is a terminal" in " ".join(seen.split())
     code, seen = in_terminal(["run", tmp_path / "o.w4"])
     assert code == 2
     assert "no prompt" in seen

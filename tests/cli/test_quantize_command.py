@@ -31,7 +31,7 @@ def test_report_as_text(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
     out = w4("quantize", checkpoint, "out.w4").done()
     assert out.err == "", "no progress bar where stderr is no terminal"
     size = (tmp_path / "out.w4").stat().st_size
-    for part in ("out.w4", "LlamaForCausalLM", "int4/g128", "int8/g128", "bits a weight", f"{size / 1e3:.2f} kB"):
+    for part in ("out.w4", "LlamaForCausalLM", "int4/g128", "int8/g128", "bits a weight", f"{size / 1e3:.1f} kB"):
         assert part in out.out
 
 
@@ -75,6 +75,7 @@ def test_usage_errors(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
     w4("quantize", checkpoint, "o.w4", "--group-size", "48").failed(2, "group size 48", "128")
     w4("quantize", checkpoint, "o.w4", "--embeddings", "int2").failed(2, "int2", "int8")
     w4("quantize", checkpoint, "o.w4", "-t", "0").failed(2, "'-t'")
+    w4("quantize", checkpoint, "o.w4", "-t", "9999").failed(2, "'-t'")
     w4("quantize", checkpoint, "o.w4", "-t", "two").failed(2, "'-t'", "integer")
     w4("quantize", checkpoint).failed(2, "Missing argument 'OUT'", "quantize --help")
     w4("quantize", checkpoint, checkpoint).failed(2, "the source itself")

@@ -9,7 +9,7 @@ import typer
 
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", "-t", min=1, metavar="N", help="Threads [default: CPUs this process may use]"),
+    typer.Option("--threads", "-t", min=1, max=1024, metavar="N", help="Threads [default: CPUs this process may use]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output")]
 

@@ -44,12 +44,13 @@ def printable(text: str) -> str:
 
 
 def nbytes(n: int | None) -> str:
-    """A size: "68.4 MB" (1e6 bytes)."""
+    """A size to three digits: "68.4 MB" (1e6 bytes)."""
     if n is None:
         return "unknown"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:
-            return f"{n / size:.2f} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+            value = n / size
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{n} bytes"
 
 

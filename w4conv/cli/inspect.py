@@ -10,6 +10,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._options import Json
+from w4conv.errors import UsageError
 
 if TYPE_CHECKING:
     from w4conv.inspection import Inspection, TensorRow, Total
@@ -43,6 +44,8 @@ def inspect(
     from w4conv.inspection import inspect as describe
     from w4conv.inspection import inspect_stream
 
+    if path == "-" and sys.stdin.isatty():
+        raise UsageError("standard input is a terminal; name a file, or pipe a .w4 file in")
     found = inspect_stream(sys.stdin.buffer) if path == "-" else describe(path)
     if json:
         _output.write_json("inspect", found)

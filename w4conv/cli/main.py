@@ -83,7 +83,9 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        code = code or _write_failed(error)
+        _abandon_stdout()
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            code = _errors.report(error)
     sys.exit(code)
 
 
@@ -104,16 +106,16 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt as interrupt:
         _errors.print_message("note", str(interrupt) or "interrupted")
         return _errors.INTERRUPTED
-    except OSError as error:
-        return _write_failed(error) if isinstance(error, BrokenPipeError) else _errors.report(error)
+    except BrokenPipeError:  # no error: the reader has had enough
+        _abandon_stdout()
+        return 0
     except Exception as error:
         return _errors.report(error)
 
 
-def _write_failed(error: OSError) -> int:
-    """Standard output is gone. A pipe closed by its reader is no error: the reader has had enough."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails when it flushes at exit
-    return 0 if isinstance(error, BrokenPipeError) else _errors.report(error)
+def _abandon_stdout() -> None:
+    """Standard output takes no more; what is left in buffers must not fail again when the interpreter exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(number: int, _frame: object) -> None:
