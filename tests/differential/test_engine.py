@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers import data_dir
 
 import w4conv
-from helpers import data_dir
 from w4conv import kernels
 from w4conv.container import open_container
 from w4conv.runtime.engine import Model
