@@ -75,8 +75,9 @@ def test_round_trip_figures(
     assert (trip.quantized is None) == (scheme in ("bf16", "keep"))
 
 
-def test_codes_of_another_method_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes one step off in one place, under digests that are right: only making them again can tell."""
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_codes_of_another_method_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """One bit off in one place, under digests that are right: only making them again can tell."""
     from w4conv import kernels
 
     source = make_llama_dir(tmp_path / "in")
@@ -86,7 +87,7 @@ def test_codes_of_another_method_are_noticed(tmp_path: Path, monkeypatch: pytest
         packed = original(*args, **options)
         calls.append(1)
         if len(calls) == 4:
-            packed.codes[0, 0, 3] ^= 1
+            getattr(packed, part).view(np.uint16)[0, 0, 6] ^= 1
         return packed
 
     with monkeypatch.context() as patch:

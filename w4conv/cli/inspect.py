@@ -74,7 +74,7 @@ def as_text(found: Inspection) -> str:
         marks = "".join(f", {name} {token}" for name, token in (("BOS", t.bos_token), ("EOS", t.eos_token)) if token)
         chat = ", chat template" if t.has_chat_template else ""
         pairs.append(("tokenizer", f"{t.model}, {t.n_tokens:,} tokens{marks}{chat}"))
-    pairs.append(("files inside" if found.kind == "w4" else "files read", ", ".join(found.blobs) or "none"))
+    pairs.append(("files inside" if found.kind == "w4" else "sidecars", ", ".join(found.blobs) or "none"))
     pairs += [("note", note) for note in found.notes]
     return "\n".join((_output.facts(pairs), total_table("kind", found.by_kind), total_table("scheme", found.by_scheme)))
 
