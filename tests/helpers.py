@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -202,3 +203,106 @@ def make_llama_dir(
         (directory / "tokenizer_config.json").write_text(json.dumps(words))
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return directory
+
+
+GGUF_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a tensor with a Hugging Face name."""
+    if name in GGUF_TOP:
+        return GGUF_TOP[name]
+    _, _, layer, part = name.split(".", 3)
+    module, kind = part.rsplit(".", 1)
+    return f"blk.{layer}.{GGUF_PARTS[module]}.{kind}"
+
+
+def interleave_heads(values: Array, n_heads: int) -> Array:
+    """Rows of q or k (or its bias) in the order in which GGUF stores them for the llama architecture."""
+    head_dim = values.shape[0] // n_heads
+    split = values.reshape(n_heads, 2, head_dim // 2, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
+
+
+def make_llama_gguf(
+    path: Path,
+    *,
+    qtype: str = "F16",
+    arch: str = "llama",
+    hidden: int = 64,
+    inner: int = 96,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    vocab: int = 300,
+    tied: bool = False,
+    biases: Sequence[str] = (),
+    tokenizer: bool = True,
+    edit: Callable[[gguf.GGUFWriter], None] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a tiny GGUF file with the weights of `make_llama_dir`, matrices as `qtype` (any the gguf package writes).
+
+    arch: "llama" or "qwen2". edit: called with the writer before it writes, to add keys or tensors. Returns `path`.
+    """
+    kind = gguf.GGMLQuantizationType[qtype]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(layers)
+    writer.add_context_length(256)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    if head_dim is not None:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if tokenizer:
+        model = json.loads(tiny_tokenizer(vocab).to_str())["model"]
+        tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+        tokens += [f"[PAD{i}]" for i in range(len(tokens), vocab)]
+        types = [3 if t in (BOS, EOS) else 5 if t.startswith("[PAD") else 1 for t in tokens]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_token_merges([" ".join(m) for m in model["merges"]])
+        writer.add_bos_token_id(256)
+        writer.add_eos_token_id(257)
+        writer.add_add_bos_token(True)
+        writer.add_chat_template(CHAT_TEMPLATE)
+    weights = llama_tensors(
+        hidden=hidden, inner=inner, layers=layers, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads, vocab=vocab, tied=tied, biases=biases, seed=seed,
+    )  # fmt: skip
+    for name, values in weights.items():
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = interleave_heads(values, heads if "q_proj" in name else kv_heads)
+        if values.ndim == 1 or qtype == "F32":
+            writer.add_tensor(gguf_name(name), values)
+        else:
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+    if edit is not None:
+        edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

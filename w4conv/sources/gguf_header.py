@@ -37,7 +37,8 @@ STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 INTEGERS: Final = "BbHhIiQq"
 
-# id: (name, values of a block, bytes of a block); ids that are missing here were removed from the format.
+# id: (name, values of a block, bytes of a block); ids that are missing here were removed from the
+# format, or are used in computing only (Q8_1, Q8_K).
 TYPES: Final = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
@@ -46,7 +47,6 @@ TYPES: Final = {
     19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
-    9: ("Q8_1", 32, 36), 15: ("Q8_K", 256, 292),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
 }  # fmt: skip
 
@@ -296,7 +296,7 @@ def _read_info(cursor: _Cursor, i: int) -> tuple[str, tuple[int, ...], int, int]
     dims = [int(cursor.scalar("Q", name)) for _ in range(n_dims)]
     type_id = int(cursor.scalar("I", name))
     if type_id not in TYPES:
-        raise cursor.error(f"{name}: unknown or removed tensor type {type_id}")
+        raise cursor.error(f"{name}: unknown tensor type {type_id}")
     type_name, block, _ = TYPES[type_id]
     if 0 in dims or math.prod(dims) > 2**60:
         raise cursor.error(f"{name}: dimensions {dims} are empty or too large")

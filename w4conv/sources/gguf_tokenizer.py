@@ -181,14 +181,14 @@ def _byte_level(header: GgufHeader, vocabulary: _Vocabulary) -> Json:
     )
 
 
-def _merges(header: GgufHeader, ids: dict[str, int]) -> list[list[str]]:
-    out = []
-    for line in header.strings("tokenizer.ggml.merges"):
-        pair = line.decode(errors="replace").split(" ")
-        if len(pair) != 2 or not all(p in ids for p in (*pair, "".join(pair))):
+def _merges(header: GgufHeader, ids: dict[str, int]) -> list[str]:
+    """Merges as "left right"; no byte-level token holds a space."""
+    lines = [line.decode(errors="replace") for line in header.strings("tokenizer.ggml.merges")]
+    for line in lines:
+        left, _, right = line.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
             raise _UnknownTokenizerError(f"the merge {line[:40]!r} is not of two tokens to a third")
-        out.append(pair)
-    return out
+    return lines
 
 
 def _sentence_pieces(header: GgufHeader, vocabulary: _Vocabulary) -> Json:
