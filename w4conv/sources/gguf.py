@@ -258,7 +258,9 @@ def _notes(places: Mapping[str, _Place], blobs: Mapping[str, bytes]) -> list[str
     rebuilt = " and ".join(name for name in ("config.json", "tokenizer.json") if name in blobs)
     notes = [f"Rebuilt from GGUF metadata: {rebuilt}."]
     counts = Counter(place.tensor.type_name for place in places.values())
-    quantized = [f"{name} ({n} tensors)" for name, n in counts.most_common() if name not in VALUE_DTYPES]
+    quantized = [
+        f"{name} ({n} tensor{'s' if n > 1 else ''})" for name, n in counts.most_common() if name not in VALUE_DTYPES
+    ]
     if quantized:
         notes.append(f"Dequantized from {', '.join(quantized)}: what that quantization lost is not restored.")
     return notes
