@@ -1,50 +1,16 @@
-"""The installed command as a subprocess, a tiny checkpoint, and its container."""
+"""Fixtures: the command as a subprocess, a tiny checkpoint, and its container."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import COMMAND, TIMEOUT, Result, Runner, environment
 from helpers import make_llama_dir
-
-COMMAND = (sys.executable, "-m", "w4conv")
-TIMEOUT = 120
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-    raw: bytes
-
-    def failed(self, code: int, *parts: str) -> None:
-        """Exit code, and exactly one message on stderr that holds `parts`."""
-        assert self.code == code, (self.code, self.out, self.err)
-        lines = self.err.splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("w4conv: error: ")
-        for part in parts:
-            assert part in lines[0]
-
-    def done(self) -> Result:
-        assert self.code == 0, (self.code, self.out, self.err)
-        return self
-
-
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A clean one: nothing that the user of the tests has set changes what is tested."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith(("W4CONV_", "_W4CONV", "COLUMNS", "NO_COLOR"))}
-    return keep | {"PYTHONWARNINGS": "error"} | dict(extra or {})
-
-
-Runner = Callable[..., Result]
 
 
 @pytest.fixture

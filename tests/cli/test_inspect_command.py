@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, Runner, environment
+from command import COMMAND, Runner, environment
 from helpers import data_dir, make_llama_dir
 
 

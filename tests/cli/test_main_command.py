@@ -12,7 +12,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, TIMEOUT, Runner, environment
+from command import COMMAND, TIMEOUT, Runner, environment
 from helpers import make_llama_dir
 
 import w4conv

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, TIMEOUT, Runner, environment
+from command import COMMAND, TIMEOUT, Runner, environment
 from helpers import make_llama_dir
 
 DRIVER = """

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Runner
+from command import Runner
 from helpers import make_llama_dir
 
 PPL = ("--ppl", "--ctx", "16")
