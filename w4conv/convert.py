@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import __version__, codes, kernels
-from w4conv.container import STDOUT, Layout, TensorPlan, Writer, check_target, open_target, plan
+from w4conv.container import STDOUT, Journal, Layout, TensorPlan, Writer, check_target, open_target, plan, stamp
 from w4conv.digests import FileDigests
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
@@ -82,6 +82,7 @@ def quantize(
     embeddings: str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -90,9 +91,12 @@ def quantize(
     scheme: "w4a16", "w8a16", "f16", "bf16", "f32" or "keep" for linear weights. group_size: 32, 64, 128, 256, or "row".
     embeddings: "int8", "int4", "f16" or "keep" for embedding and head; None means int8 for w4a16 and w8a16, else as the
     scheme. Vectors keep the type they have. threads: None for as many as this process may use. out: "-" is standard
-    output. dry_run: plan and check everything but the values, write nothing.
+    output. resume: go on after the last whole tensor of an interrupted conversion of this source with these options,
+    and if this one is interrupted, leave it to be resumed. dry_run: plan and check everything but the values, write
+    nothing.
 
-    The file appears whole under its name or not at all. The same source and options give the same bytes.
+    The file appears whole under its name or not at all. The same source and options give the same bytes, resumed or
+    not. What a killed conversion to `out` has left is removed, with a note.
     Raises UsageError, InputError (missing, damaged or unsupported source; NaN, infinity or overflow), OutputError.
     """
     started = time.perf_counter()
@@ -100,6 +104,8 @@ def quantize(
     recipe = make_recipe(scheme, group_size=group_size, embeddings=embeddings)
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, expected 1 or more")
+    if resume and out == STDOUT:
+        raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
     with open_source(src) as source:
         _refuse_same_file(source, out)
@@ -107,7 +113,9 @@ def quantize(
         check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return conversion.report(out)
-        digest, notes = conversion.write(out, overwrite=overwrite, threads=threads, progress=progress or Silent())
+        digest, notes = conversion.write(
+            out, overwrite=overwrite, resume=resume, threads=threads, progress=progress or Silent()
+        )
     return conversion.report(out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
 
 
@@ -219,28 +227,39 @@ class _Conversion:
         return record
 
     def write(
-        self, out: Path, *, overwrite: bool, threads: int | None, progress: Progress
+        self, out: Path, *, overwrite: bool, resume: bool, threads: int | None, progress: Progress
     ) -> tuple[str, tuple[str, ...]]:
         """(conversion digest, notes on the values)."""
         itemsize = {name: codes.VALUE_DTYPES[t.dtype.lower()].itemsize for name, t in self._source.tensors.items()}
         progress.start(sum(t.n_values * itemsize[t.name] for t in self.layout.tensors.values()))
-        n_underflowed = n_tensors = 0
+        n_underflowed = n_tensors = n_kept = 0
+        sources = stamp(self._source.files)
         with (
             FileDigests(self._source.files) as digests,
-            open_target(out, self.layout.file_nbytes, overwrite=overwrite) as target,
+            open_target(out, self.layout.file_nbytes, overwrite=overwrite, resume=resume) as target,
         ):
-            writer = Writer(target, self.layout)
+            writer = Writer(target, self.layout, log=Journal(target, self.layout, sources))
             for name, info in self.layout.tensors.items():
+                if name != writer.due:
+                    n_kept += 1
+                    progress.advance(info.n_values * itemsize[name], name)
+                    continue
                 n = self._write_tensor(writer, name, info.scheme, threads, progress)
                 n_underflowed += n
                 n_tensors += n > 0
             digest = writer.finish(digests.result())
-        if not n_underflowed:
-            return digest, ()
-        return digest, (
-            f"{n_underflowed} groups in {n_tensors} tensors hold values so small that their FP16 scale is zero: "
-            "they became zeros",
-        )
+            left = target.removed
+        notes = []
+        if left:
+            notes.append("what an interrupted conversion had left was removed")
+        if n_kept:
+            notes.append(f"resumed: {n_kept} tensors were complete already; notes on values are about the others")
+        if n_underflowed:
+            notes.append(
+                f"{n_underflowed} groups in {n_tensors} tensors hold values so small that their FP16 scale is zero: "
+                "they became zeros"
+            )
+        return digest, tuple(notes)
 
     def _write_tensor(
         self, writer: Writer, name: str, scheme: QuantScheme, threads: int | None, progress: Progress

@@ -1,4 +1,4 @@
-"""The C reader against the vectors and against the Python reader: the same verdict, and the same value of every weight."""
+"""The C reader against the vectors and the Python reader: the same verdict, and the same value of every weight."""
 
 from __future__ import annotations
 

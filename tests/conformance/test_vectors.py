@@ -105,20 +105,24 @@ def test_invalid_files(entry: dict[str, Any], tmp_path: Path) -> None:
     assert str(path) in str(error.value)
 
 
+def stream_fault(raw: bytes) -> str | None:
+    """The clause that reading a file as a stream reports, or None."""
+    try:
+        read_header(io.BytesIO(raw))
+    except FormatError as error:
+        return error.clause
+    return None
+
+
 @pytest.mark.parametrize("entry", vectors.SOUND + vectors.FAULTY, ids=vectors.name)
 def test_streams(entry: dict[str, Any]) -> None:
     """From a stream the header, index and blobs are judged alike; size, trailer and weights cannot be (7.3)."""
-    stream = io.BytesIO(vectors.raw(entry))
-    if "clause" not in entry:
-        assert list(read_header(stream).tensors) == [t["name"] for t in entry["tensors"]]
-        return
     beyond = ("2.5-cut-by-a-byte", "2.5-cut-in-data", "2.5-byte-appended")
-    if entry["found_by"] == "verify" or entry["clause"] == "5.3" or vectors.name(entry).endswith(beyond):
-        read_header(stream)
-        return
-    with pytest.raises(FormatError) as error:
-        read_header(stream)
-    assert error.value.clause == entry["clause"]
+    found, expected = stream_fault(vectors.raw(entry)), entry.get("clause")
+    if expected and (entry["found_by"] == "verify" or expected == "5.3" or vectors.name(entry).endswith(beyond)):
+        assert found in (None, expected)
+    else:
+        assert found == expected
 
 
 def test_refusing_takes_little_memory(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ def quantize(
     ] = None,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on where an interrupted conversion to OUT stopped; the same bytes result"),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and check everything but values; write no file")
     ] = False,
@@ -58,7 +62,8 @@ def quantize(
     """Convert a checkpoint to a .w4 container.
 
     Weights are rounded to nearest: symmetric int4 (or int8) with one FP16 scale a group. Biases, norms and other
-    vectors keep their type. The same input and options give the same bytes. OUT appears whole or not at all.
+    vectors keep their type. The same input and options give the same bytes. OUT appears whole or not at all: it grows
+    as OUT.partial. What a killed conversion left of that is removed by the next one, or continued with --resume.
 
     The report goes to standard output, or to standard error when OUT is -.
     """
@@ -74,11 +79,14 @@ def quantize(
                 embeddings=embeddings,
                 threads=threads,
                 overwrite=overwrite,
+                resume=resume,
                 dry_run=dry_run,
                 progress=progress,
             )
     except KeyboardInterrupt:
         left = "what was sent is incomplete" if out == "-" else f"{out} was not written"
+        if resume and out != "-":
+            left = f"{out} is not complete; --resume goes on"
         raise KeyboardInterrupt(f"interrupted; {left}") from None
     stream = sys.stderr if out == "-" else sys.stdout
     if json:

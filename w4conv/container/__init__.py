@@ -1,5 +1,6 @@
 """The `.w4` file: plan, write, open and check it (`formats/w4-container.md`)."""
 
+from w4conv.container.journal import Journal, stamp
 from w4conv.container.layout import Part, TensorInfo, TensorPlan
 from w4conv.container.plan import Layout, plan
 from w4conv.container.reader import Container, ContainerHeader, open_container, read_header
@@ -10,6 +11,7 @@ __all__ = [
     "STDOUT",
     "Container",
     "ContainerHeader",
+    "Journal",
     "Layout",
     "Part",
     "TensorInfo",
@@ -20,4 +22,5 @@ __all__ = [
     "open_target",
     "plan",
     "read_header",
+    "stamp",
 ]

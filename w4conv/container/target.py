@@ -1,22 +1,31 @@
-"""The output path: a file appears whole under its name or not at all; pipes and devices are written straight."""
+"""The output path: a file appears whole under its name or not at all; pipes and devices are written straight.
+
+A file grows under the name `<name>.partial` beside its target, locked by the process that writes it. So what a killed
+process has left is told from what a living one is writing: nobody holds its lock. The next conversion to that target
+removes it, or continues it where asked to.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-import secrets
 import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
+from w4conv.container.layout import SIGNATURE
 from w4conv.errors import OutputError
 
 STDOUT = Path("-")
 _STDOUTS = (STDOUT, Path("/dev/stdout"))  # opening the latter anew would truncate a file that the shell appends to
 _BYTES_AT_ONCE = 1 << 24  # a write of this size may be interrupted; a larger one only later
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # file systems that have none
 
 
 class _RawStream(Protocol):
@@ -24,17 +33,42 @@ class _RawStream(Protocol):
 
 
 class Target:
-    """A sink that turns every OSError into an OutputError naming the path; a closed pipe stays a BrokenPipeError."""
+    """A sink that turns every OSError into an OutputError naming the path; a closed pipe stays a BrokenPipeError.
 
-    def __init__(self, stream: _RawStream, path: Path) -> None:
+    file: what is written, None for pipes and devices; only a file can `seek`, `read_at` and `write_at`.
+    n_kept: bytes that an interrupted process left and that are still there. removed: its leftover was deleted.
+    """
+
+    def __init__(self, stream: _RawStream, path: Path, *, file: FileIO | None = None, removed: bool = False) -> None:
         self._stream = stream
         self._path = path
+        self.file = file
+        self.removed = removed
+        self.n_kept = os.fstat(file.fileno()).st_size if file else 0
 
     def write(self, data: bytes | memoryview, /) -> None:
         view = memoryview(data).cast("B")
         with _output_errors(self._path):
             while view:
                 view = view[self._stream.write(view[:_BYTES_AT_ONCE]) or 0 :]
+
+    def seek(self, offset: int) -> None:
+        assert self.file
+        with _output_errors(self._path):
+            self.file.seek(offset)
+
+    def read_at(self, offset: int, n: int) -> bytes:
+        """`n` bytes, or fewer at the end of the file."""
+        assert self.file
+        with _output_errors(self._path):
+            return os.pread(self.file.fileno(), n, offset)
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """A few bytes elsewhere; `write` goes on where it was."""
+        assert self.file
+        with _output_errors(self._path):
+            if os.pwrite(self.file.fileno(), data, offset) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
@@ -53,7 +87,7 @@ def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
             raise OutputError(f"{path}: the directory {directory} does not exist. Create it first")
         if not os.access(directory, os.W_OK | os.X_OK):
             raise OutputError(f"{path}: no permission to create files in {directory}")
-        free = shutil.disk_usage(directory).free
+        free = shutil.disk_usage(directory).free + _taken(partial_of(path))
         if free < nbytes:
             raise OutputError(
                 f"{path}: {nbytes:,} bytes are needed, but only {free:,} are free in {directory}. "
@@ -61,13 +95,21 @@ def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
             )
 
 
+def partial_of(path: Path) -> Path:
+    """The name under which the file `path` grows."""
+    final = path.resolve()
+    return final.with_name(f"{final.name[:200]}.partial")
+
+
 @contextmanager
-def open_target(path: Path, nbytes: int, *, overwrite: bool = False) -> Iterator[Target]:
+def open_target(path: Path, nbytes: int, *, overwrite: bool = False, resume: bool = False) -> Iterator[Target]:
     """A sink for `nbytes` bytes that become the file `path` when the block ends without an exception.
 
-    A file is written under a temporary name beside it (`<name>.<random>.partial`), synced, and renamed; whatever is
-    raised in between, KeyboardInterrupt too, removes it. A link is followed. `-` is standard output; it, FIFOs and
-    devices are written straight. Raises OutputError.
+    A file is written under the name `partial_of(path)`, synced, cut to `nbytes`, and renamed; whatever is raised in
+    between, KeyboardInterrupt too, removes it. A link is followed. `-` is standard output; it, FIFOs and devices are
+    written straight. resume: take over what a killed process left, and leave what there is when something is raised.
+
+    Raises OutputError, also when another process is writing to `path`.
     """
     check_target(path, nbytes, overwrite=overwrite)
     if path in _STDOUTS:
@@ -83,25 +125,91 @@ def open_target(path: Path, nbytes: int, *, overwrite: bool = False) -> Iterator
         with stream:
             yield Target(stream, path)
         return
-    final = path.resolve()
-    partial = final.with_name(f"{final.name[:200]}.{secrets.token_hex(4)}.partial")
-    try:
-        with _output_errors(path):
-            stream = partial.open("xb", buffering=0)
-        with stream:
-            yield Target(stream, path)
+    final, partial = path.resolve(), partial_of(path)
+    with _output_errors(path):
+        file, removed = _claim(path, partial, resume=resume)
+    with file:  # closing it lets the lock go, so that is last
+        keep = resume
+        try:
+            yield Target(file, path, file=file, removed=removed)
             with _output_errors(path):
-                os.fsync(stream.fileno())
-        with _output_errors(path):
-            if final.exists() and not overwrite:  # it may have appeared meanwhile
-                raise OutputError(f"{path} was created by someone else meanwhile; nothing was replaced")
-            partial.replace(final)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+                file.truncate(nbytes)
+                keep = False  # after a failed sync nobody knows what the disk holds, whatever reading it back says
+                os.fsync(file.fileno())
+                if final.exists() and not overwrite:  # it may have appeared meanwhile
+                    raise OutputError(f"{path} was created by someone else meanwhile; nothing was replaced")
+                partial.replace(final)
+        except BaseException:
+            if not keep:
+                with suppress(OSError):
+                    partial.unlink()
+            raise
     with _output_errors(path):
         _sync_directory(final.parent)
+
+
+def _claim(path: Path, partial: Path, *, resume: bool) -> tuple[FileIO, bool]:
+    """The file `partial`, open and locked, and whether a leftover was removed for it."""
+    removed = False
+    while True:
+        try:
+            descriptor, ours = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), True
+        except FileExistsError:
+            try:
+                descriptor, ours = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), False
+            except FileNotFoundError:  # gone meanwhile
+                continue
+        file = FileIO(descriptor, "r+")
+        try:
+            if _lock(file, path, partial, ours=ours):
+                if ours or (resume and _is_leftover(file, partial)):
+                    return file, removed
+                if _is_leftover(file, partial):
+                    partial.unlink()
+                    removed = True
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: FileIO, path: Path, partial: Path, *, ours: bool) -> bool:
+    """Lock `file`; False when it lost its name before that. Raises OutputError when a living process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"{path} is being written by another process. Wait for it, or choose another name") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        if not ours:
+            raise OutputError(
+                f"{partial} is left from another conversion, or belongs to one that runs: this file system has no "
+                "locks to tell. Remove it when no conversion to it runs"
+            ) from None
+    try:
+        named = partial.lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(file.fileno()))
+
+
+def _is_leftover(file: FileIO, partial: Path) -> bool:
+    """Whether a file of our name is ours to remove. Raises OutputError when it is something else."""
+    status = os.fstat(file.fileno())
+    head = os.pread(file.fileno(), len(SIGNATURE), 0) if stat.S_ISREG(status.st_mode) else b"?"
+    # After a power cut the file may have its size, but zeros for its content.
+    if status.st_nlink != 1 or not (SIGNATURE.startswith(head) or not any(head)):
+        raise OutputError(f"{partial} is in the way, and w4conv has not left it there. Move it elsewhere")
+    return True
+
+
+def _taken(partial: Path) -> int:
+    """Bytes on disk of a leftover, which its removal or its completion sets free."""
+    try:
+        return partial.lstat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _is_stream(path: Path) -> bool:
@@ -114,9 +222,13 @@ def _is_stream(path: Path) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
+    """So that the new name outlives a power cut, where the file system can promise that."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 

@@ -21,15 +21,29 @@ class Sink(Protocol):
     def write(self, data: bytes | memoryview, /) -> object: ...
 
 
+class Log(Protocol):
+    """Told of parts as they become complete; see journal.py.
+
+    kept: digests of the first parts of tensors, which are in the sink already.
+    """
+
+    kept: list[bytes]
+
+    def record(self, part: Part, part_digest: bytes, /) -> None: ...
+
+
 class Writer:
     """Takes the parts of a layout in file order, each in blocks of any size; the gaps between them it fills itself.
 
     Creating it writes header, index and blobs; `finish` writes the trailer. Raises ValueError when a block belongs to
     another part than the one due, is too long, or a part is missing at the end: faults of the caller, never of data.
+
+    log: parts that it has kept are left as they are; then the sink has to have `seek`.
     """
 
-    def __init__(self, sink: Sink, layout: Layout) -> None:
+    def __init__(self, sink: Sink, layout: Layout, *, log: Log | None = None) -> None:
         self._sink = sink
+        self._log = log
         self._layout = layout
         self._position = 0
         self._digests: list[bytes] = []
@@ -44,7 +58,14 @@ class Writer:
             assert self._position == part.offset
             self._write(data)
             self._digests.append(digest(data))
+        if log and log.kept:
+            self._skip(log.kept)
         self._next_part()
+
+    @property
+    def due(self) -> str | None:
+        """Name of the tensor that is to be written next; None when all are."""
+        return None if self._part is None else self._name
 
     def write(self, name: str, kind: str, block: Block) -> None:
         """Append a block to a part of a tensor; `name` and `kind` have to be those of the part that is due."""
@@ -61,6 +82,8 @@ class Writer:
         self._hash.update(view)
         if self._position == self._part.end:
             self._digests.append(self._hash.digest())
+            if self._log:
+                self._log.record(self._part, self._digests[-1])
             self._next_part()
 
     def finish(self, source_digests: Iterable[bytes]) -> str:
@@ -81,6 +104,12 @@ class Writer:
         assert self._position == self._layout.file_nbytes
         return conversion.hex()
 
+    def _skip(self, kept: list[bytes]) -> None:
+        for part_digest, (_, part) in zip(kept, self._due, strict=False):
+            self._digests.append(part_digest)
+            self._position = part.end
+        self._sink.seek(self._position)  # type: ignore[attr-defined]  # see `log`
+
     def _next_part(self) -> None:
         """Make the next part with bytes the one that is due; empty ones need no writing."""
         self._part: Part | None = None
@@ -90,6 +119,8 @@ class Writer:
                 self._pad_to(PART_ALIGNMENT)
                 return
             self._digests.append(digest(b""))
+            if self._log:
+                self._log.record(part, self._digests[-1])
 
     def _pad_to(self, alignment: int) -> None:
         self._write(bytes(-self._position % alignment))
