@@ -102,12 +102,15 @@ def partial_of(path: Path) -> Path:
 
 
 @contextmanager
-def open_target(path: Path, nbytes: int, *, overwrite: bool = False, resume: bool = False) -> Iterator[Target]:
+def open_target(
+    path: Path, nbytes: int, *, overwrite: bool = False, resume: bool = False, signature: bytes = SIGNATURE
+) -> Iterator[Target]:
     """A sink for `nbytes` bytes that become the file `path` when the block ends without an exception.
 
     A file is written under the name `partial_of(path)`, synced, cut to `nbytes`, and renamed; whatever is raised in
     between, KeyboardInterrupt too, removes it. A link is followed. `-` is standard output; it, FIFOs and devices are
     written straight. resume: take over what a killed process left, and leave what there is when something is raised.
+    signature: what the file begins with, by which a leftover is told from somebody's file of that name.
 
     Raises OutputError, also when another process is writing to `path`.
     """
@@ -127,7 +130,7 @@ def open_target(path: Path, nbytes: int, *, overwrite: bool = False, resume: boo
         return
     final, partial = path.resolve(), partial_of(path)
     with _output_errors(path):
-        file, removed = _claim(path, partial, resume=resume)
+        file, removed = _claim(path, partial, signature, resume=resume)
     with file:  # closing it lets the lock go, so that is last
         keep = resume
         try:
@@ -144,11 +147,16 @@ def open_target(path: Path, nbytes: int, *, overwrite: bool = False, resume: boo
                 with suppress(OSError):
                     partial.unlink()
             raise
-    with _output_errors(path):
+    try:
         _sync_directory(final.parent)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"{path} is complete, but its directory could not be synced: {reason}. A power cut may lose the file"
+        ) from error
 
 
-def _claim(path: Path, partial: Path, *, resume: bool) -> tuple[FileIO, bool]:
+def _claim(path: Path, partial: Path, signature: bytes, *, resume: bool) -> tuple[FileIO, bool]:
     """The file `partial`, open and locked, and whether a leftover was removed for it."""
     removed = False
     while True:
@@ -162,11 +170,12 @@ def _claim(path: Path, partial: Path, *, resume: bool) -> tuple[FileIO, bool]:
         file = FileIO(descriptor, "r+")
         try:
             if _lock(file, path, partial, ours=ours):
-                if ours or (resume and _is_leftover(file, partial)):
+                if not ours:
+                    _check_leftover(file, partial, signature)
+                if ours or resume:
                     return file, removed
-                if _is_leftover(file, partial):
-                    partial.unlink()
-                    removed = True
+                partial.unlink()
+                removed = True
         except BaseException:
             file.close()
             raise
@@ -194,14 +203,13 @@ def _lock(file: FileIO, path: Path, partial: Path, *, ours: bool) -> bool:
     return os.path.samestat(named, os.fstat(file.fileno()))
 
 
-def _is_leftover(file: FileIO, partial: Path) -> bool:
-    """Whether a file of our name is ours to remove. Raises OutputError when it is something else."""
+def _check_leftover(file: FileIO, partial: Path, signature: bytes) -> None:
+    """Raise OutputError when a file of our name is not ours to remove."""
     status = os.fstat(file.fileno())
-    head = os.pread(file.fileno(), len(SIGNATURE), 0) if stat.S_ISREG(status.st_mode) else b"?"
+    head = os.pread(file.fileno(), len(signature), 0) if stat.S_ISREG(status.st_mode) else b"?"
     # After a power cut the file may have its size, but zeros for its content.
-    if status.st_nlink != 1 or not (SIGNATURE.startswith(head) or not any(head)):
+    if status.st_nlink != 1 or not (signature.startswith(head) or not any(head)):
         raise OutputError(f"{partial} is in the way, and w4conv has not left it there. Move it elsewhere")
-    return True
 
 
 def _taken(partial: Path) -> int:
