@@ -35,8 +35,28 @@ def matmul(
     x: npt.NDArray[np.float32],
     y: npt.NDArray[np.float32],
 ) -> None: ...
-
 def read(pool: Pool, data: npt.NDArray[np.uint8]) -> int: ...
+def cholesky(pool: Pool, a: npt.NDArray[np.float64]) -> int: ...
+def round_with_feedback(
+    pool: Pool,
+    w: npt.NDArray[np.float32],
+    group: npt.NDArray[np.int32],
+    scales: npt.NDArray[np.float32],
+    factor: npt.NDArray[np.float32],
+    top: float,
+    q: npt.NDArray[np.int8],
+) -> None: ...
+def search_scales(
+    pool: Pool,
+    w: npt.NDArray[np.float32],
+    group_size: int,
+    factors: npt.NDArray[np.float32],
+    pivots: npt.NDArray[np.float32],
+    multipliers: npt.NDArray[np.float32],
+    top: float,
+    scales: npt.NDArray[np.uint16],
+    errors: npt.NDArray[np.float32],
+) -> None: ...
 
 class Session:
     @property
@@ -60,6 +80,16 @@ class Model:
     def set_vector(self, layer: int, part: str, values: npt.NDArray[np.float32]) -> None: ...
     def session(self, n_positions: int, wide: bool) -> Session: ...
     def forward(self, session: Session, tokens: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> None: ...
+    def run_layer(
+        self,
+        session: Session,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        qkv: npt.NDArray[np.float32],
+        o: npt.NDArray[np.float32],
+        gate_up: npt.NDArray[np.float32],
+        down: npt.NDArray[np.float32],
+    ) -> None: ...
 
 def new_model(
     vocab_size: int,

@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from w4conv import _native, codes
 from w4conv.errors import UsageError
-from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.scheme import F32, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
+F32Array = npt.NDArray[np.float32]
 VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 
 
@@ -114,6 +115,62 @@ def read(data: npt.NDArray[np.uint8], *, threads: int) -> int:
     lines = data[: data.size // 64 * 64]
     _native.read(_pool(threads), lines)
     return lines.size
+
+
+def product(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: int | None = None) -> F32Array:
+    """a (m, k) times the transpose of b (n, k): (m, n) float32, the same bits on every tier and for any threads."""
+    lines = pack_float(np.ascontiguousarray(b), "F32", F32, threads=threads)
+    return matmul(F32, (b.shape[0], b.shape[1]), {"values": lines}, a, threads=threads or default_threads())
+
+
+def cholesky(a: npt.NDArray[np.float64], *, threads: int | None = None) -> int:
+    """Lower Cholesky factor of the symmetric a (n, n), in place of its lower triangle; the upper one is left as it was.
+
+    Returns -1, or the first column whose pivot is not positive; `a` is then of no use. Bit for bit
+    `quantization.reference_gptq.cholesky`.
+    """
+    return _native.cholesky(_pool(threads or default_threads()), a)
+
+
+def round_with_feedback(
+    w: F32Array,
+    group: npt.NDArray[np.int32],
+    scales: F32Array,
+    factor: F32Array,
+    *,
+    bits: int,
+    threads: int | None = None,
+) -> npt.NDArray[np.int8]:
+    """q (n_tiles, n_columns, 16), bit for bit `quantization.reference_gptq.round_with_feedback`.
+
+    w: (n_tiles, n_columns, 16); group: (n_columns,) whose scale each column has; scales: (n_tiles, n_groups, 16);
+    factor: (n_columns, n_columns) of which the strictly lower triangle is used.
+    """
+    q = np.empty(w.shape, np.int8)
+    _native.round_with_feedback(_pool(threads or default_threads()), w, group, scales, factor, 2.0 ** (bits - 1), q)
+    return q
+
+
+def search_scales(
+    w: F32Array,
+    group_size: int,
+    factors: F32Array,
+    pivots: F32Array,
+    multipliers: F32Array,
+    *,
+    bits: int,
+    threads: int | None = None,
+) -> tuple[npt.NDArray[np.float16], F32Array]:
+    """Scales and their errors (n_tiles, n_groups, 16), bit for bit `quantization.reference_gptq.search_scales`.
+
+    w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size), pivots: (n_columns,). The matrix of a last
+    group of fewer columns fills the front of its place.
+    """
+    shape = (w.shape[0], -(-w.shape[1] // group_size), TILE_ROWS)
+    scales, errors = np.empty(shape, np.uint16), np.empty(shape, np.float32)
+    pool = _pool(threads or default_threads())
+    _native.search_scales(pool, w, group_size, factors, pivots, multipliers, 2.0 ** (bits - 1), scales, errors)
+    return scales.view(np.float16), errors
 
 
 def as_bytes(a: Array) -> npt.NDArray[np.uint8]:

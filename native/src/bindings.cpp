@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "engine/calibrated.h"
 #include "engine/convert.h"
 #include "engine/model.h"
 #include "w4conv/cpu.h"
@@ -28,6 +29,11 @@ using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using MutableFloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatTiles = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using MutableFloatTiles = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using MutableCodeTiles = nb::ndarray<int8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using MutableHalfTiles = nb::ndarray<uint16_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using MutableDoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require(bool holds, const char* what) {
@@ -222,6 +228,69 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
   m.model.forward(session, tokens.data(), n, n_out == n, logits.data());
 }
 
+// Null for an array without rows.
+float* capture_rows(const MutableFloatRows& rows, int64_t n, int64_t width) {
+  if (rows.shape(0) == 0) return nullptr;
+  require(static_cast<int64_t>(rows.shape(0)) == n && static_cast<int64_t>(rows.shape(1)) == pad_to(width, kTileRows),
+          "capture: wrong shape");
+  return rows.data();
+}
+
+void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloatRows& x, const MutableFloatRows& qkv,
+               const MutableFloatRows& o, const MutableFloatRows& gate_up, const MutableFloatRows& down) {
+  const ModelConfig& c = m.model.config();
+  const auto n = static_cast<int64_t>(x.shape(0));
+  require(layer >= 0 && layer < c.n_layers, "no such layer");
+  require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
+  require(session.n_tokens + n <= session.n_positions(), "no room in the session");
+  require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
+  const Capture capture{capture_rows(qkv, n, c.hidden_size), capture_rows(o, n, c.n_heads * c.head_dim),
+                        capture_rows(gate_up, n, c.hidden_size), capture_rows(down, n, c.intermediate_size)};
+  const nb::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(m.turn);
+  m.model.run_layer(layer, session, n, x.data(), capture);
+  if (layer + 1 == c.n_layers) session.n_tokens += n;
+}
+
+int64_t bound_cholesky(Pool& pool, const MutableDoubleRows& a) {
+  require(a.shape(0) == a.shape(1), "not a square matrix");
+  const nb::gil_scoped_release release;
+  return cholesky(kernels(), pool, a.data(), static_cast<int64_t>(a.shape(0)));
+}
+
+void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const FloatTiles& scales, const FloatRows& factor,
+                 float top, const MutableCodeTiles& q) {
+  const size_t n_tiles = w.shape(0), n = w.shape(1), n_groups = scales.shape(1);
+  require(w.shape(2) == 16 && scales.shape(2) == 16 && q.shape(2) == 16, "tiles have 16 rows");
+  require(scales.shape(0) == n_tiles && q.shape(0) == n_tiles && q.shape(1) == n, "scales or codes: wrong shape");
+  require(group.size() == n && factor.shape(0) == n && factor.shape(1) == n, "group or factor: wrong shape");
+  for (size_t i = 0; i < n; i++) {
+    require(group.data()[i] >= 0 && static_cast<size_t>(group.data()[i]) < n_groups, "no such group");
+  }
+  const nb::gil_scoped_release release;
+  round_with_feedback(kernels(), pool, w.data(), static_cast<int64_t>(n_tiles), static_cast<int64_t>(n), group.data(),
+                      scales.data(), static_cast<int64_t>(n_groups), factor.data(), top, q.data());
+}
+
+void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatTiles& factors, const Floats& pivots,
+                  const Floats& multipliers, float top, const MutableHalfTiles& scales, const MutableFloatTiles& errors) {
+  const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
+  require(w.shape(2) == 16 && scales.shape(2) == 16 && errors.shape(2) == 16, "tiles have 16 rows");
+  require(n > 0 && group_size > 0 && group_size <= n, "group size: not between 1 and the columns");
+  const int64_t n_groups = (n + group_size - 1) / group_size;
+  require(static_cast<int64_t>(factors.shape(0)) == n_groups && static_cast<int64_t>(factors.shape(1)) == group_size &&
+              static_cast<int64_t>(factors.shape(2)) == group_size && static_cast<int64_t>(pivots.size()) == n,
+          "factors or pivots: wrong shape");
+  for (const auto& [tiles, groups] :
+       {std::pair{scales.shape(0), scales.shape(1)}, std::pair{errors.shape(0), errors.shape(1)}}) {
+    require(static_cast<int64_t>(tiles) == n_tiles && static_cast<int64_t>(groups) == n_groups,
+            "scales or errors: wrong shape");
+  }
+  const nb::gil_scoped_release release;
+  search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.data(), pivots.data(), multipliers.data(),
+                static_cast<int64_t>(multipliers.size()), top, scales.data(), errors.data());
+}
+
 void cut(Session& s, int64_t n) {
   require(n >= 0 && n <= s.n_tokens, "a session can only be cut to fewer tokens");
   s.n_tokens = n;
@@ -249,6 +318,11 @@ NB_MODULE(_native, m) {
   m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a,
         "y"_a);
 
+  m.def("cholesky", &bound_cholesky, "pool"_a, "a"_a);
+  m.def("round_with_feedback", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "factor"_a, "top"_a, "q"_a);
+  m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "top"_a,
+        "scales"_a, "errors"_a);
+
   m.def("read", &read_all, "pool"_a, "data"_a);
 
   nb::class_<Session>(m, "Session")
@@ -262,7 +336,8 @@ NB_MODULE(_native, m) {
       .def(
           "session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
           "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
-      .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a);
+      .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
+      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a);
   m.def("new_model", &new_model, "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "n_layers"_a, "n_heads"_a,
         "n_kv_heads"_a, "head_dim"_a, "norm_eps"_a, "inverse_frequencies"_a, "windows"_a, "threads"_a,
         nb::rv_policy::take_ownership);

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from w4conv import _native, kernels
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
-from w4conv.models.spec import TensorSpec
+from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
 
@@ -23,6 +24,22 @@ class TokenSampler(Protocol):
     """Chooses the next token from logits of shape (vocab_size,)."""
 
     def __call__(self, logits: F32Array) -> int: ...
+
+
+def _new_native(spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threads: int) -> _native.Model:
+    return _native.new_model(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        n_layers=n_layers,
+        n_heads=spec.n_heads,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        norm_eps=spec.norm_eps,
+        inverse_frequencies=list(spec.rope.inverse_frequencies(spec.head_dim)),
+        windows=list(windows),
+        threads=threads,
+    )
 
 
 class Model:
@@ -58,19 +75,7 @@ class Model:
 
     def _load(self) -> _native.Model:
         spec = self.spec
-        native = _native.new_model(
-            vocab_size=spec.vocab_size,
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            n_layers=spec.n_layers,
-            n_heads=spec.n_heads,
-            n_kv_heads=spec.n_kv_heads,
-            head_dim=spec.head_dim,
-            norm_eps=spec.norm_eps,
-            inverse_frequencies=list(spec.rope.inverse_frequencies(spec.head_dim)),
-            windows=list(spec.sliding_windows),
-            threads=self.threads,
-        )
+        native = _new_native(spec, n_layers=spec.n_layers, windows=spec.sliding_windows, threads=self.threads)
         for tensor in spec.tensors():
             info = self._info(tensor)
             layer = -1 if tensor.layer is None else tensor.layer
@@ -191,3 +196,61 @@ class Session:
         if not 0 <= n_tokens <= self.n_tokens:
             raise UsageError(f"cannot cut a session of {self.n_tokens} tokens to {n_tokens}")
         self._session.truncate(n_tokens)
+
+
+class Captured(NamedTuple):
+    """Rows that the products of a layer read: qkv and gate_up (n, hidden_size), o (n, n_heads * head_dim), down
+    (n, intermediate_size), float32."""
+
+    qkv: F32Array
+    o: F32Array
+    gate_up: F32Array
+    down: F32Array
+
+
+class LayerModel:
+    """One decoder layer by itself, for runs in which the model passes by layer after layer.
+
+    parts: raw parts (uint8 arrays, as in the container) of each matrix by its place such as "q_proj", with its scheme;
+    vectors: float32 arrays by place, such as "input_layernorm" and "q_proj.bias". The arrays are kept alive here.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        matrices: Mapping[str, tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]],
+        vectors: Mapping[str, F32Array],
+        *,
+        threads: int | None = None,
+    ) -> None:
+        self._spec, self._kept = spec, matrices
+        windows = spec.sliding_windows[layer : layer + 1]
+        self._native = _new_native(spec, n_layers=1, windows=windows, threads=threads or kernels.default_threads())
+        for part, values in vectors.items():
+            self._native.set_vector(0, part, values)
+        empty = np.empty(0, np.uint8)
+        for part, (scheme, (n_rows, n_columns), raw) in matrices.items():
+            codes = raw["values" if scheme.is_float else "codes"]
+            scales = empty if scheme.is_float else raw["scales"]
+            self._native.set_linear(0, part, scheme.kind, n_rows, n_columns, scheme.group_size, codes, scales)
+
+    def run(self, hidden: F32Array, *, capture: bool = False) -> Captured | None:
+        """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
+
+        capture: hand out copies of the rows that its products read.
+        """
+        n, spec = len(hidden), self._spec
+        attended = spec.n_heads * spec.head_dim
+        widths = (spec.hidden_size, attended, spec.hidden_size, spec.intermediate_size)
+        captured = [np.empty((n if capture else 0, padded_width(w)), np.float32) for w in widths]
+        session = self._native.session(n, False)
+        for start in range(0, n, _native.MAX_TOKENS):
+            piece = slice(start, min(start + _native.MAX_TOKENS, n))
+            self._native.run_layer(session, 0, hidden[piece], *(c[piece] for c in captured))
+        return Captured(*(c[:, :w] for c, w in zip(captured, widths, strict=True))) if capture else None
+
+
+def padded_width(n: int) -> int:
+    """Floats of a row of n as the native code wants it."""
+    return -(-n // TILE_ROWS) * TILE_ROWS

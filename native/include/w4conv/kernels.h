@@ -15,6 +15,8 @@ constexpr int kTokenGroup = 12;  // tokens interleaved for the GEMM
 constexpr int kKeyTile = 16;     // keys stored together in the K cache
 constexpr int kKeyBlock = 64;    // keys between two updates of the running softmax
 
+constexpr int kCholeskyPanel = 32;  // columns of a Cholesky factor made together
+
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 enum class Kind : uint8_t { kInt4, kInt8, kF16, kBf16, kF32 };
@@ -113,6 +115,14 @@ struct Kernels {
                               int8_t* byte_scratch);
   TileStatus (*pack_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                           uint32_t* lines, float* row_scratch, uint8_t* byte_scratch);
+
+  // Calibrated rounding (calibrated.inc.h).
+  void (*round_with_feedback)(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,
+                              float top, int8_t* q, float* acc);
+  void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
+                        int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc);
+  int64_t (*cholesky_rows)(double* a, int64_t n, int64_t first, int64_t width, int64_t row_begin, int64_t row_end,
+                           bool diagonal, double* panel);
 
   // Reads nbytes (a multiple of 64, aligned to 4) and returns a word that depends on all of them: the ceiling of decode.
   uint32_t (*read)(const void* data, int64_t nbytes);

@@ -21,6 +21,10 @@ void add_bias(float* x, const Linear& linear) {
   if (!linear.bias.empty()) add(x, linear.bias.data(), linear.weight.n_rows);
 }
 
+void copy_rows(float* to, const float* from, int64_t n) {
+  if (to != nullptr) std::copy_n(from, n, to);
+}
+
 }  // namespace
 
 Session::Session(const ModelConfig& c, int64_t n_positions, bool wide) : n_positions_(n_positions) {
@@ -91,7 +95,7 @@ void Model::multiply(std::initializer_list<Product> products) {
   });
 }
 
-void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all_logits, float* logits) {
+void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Capture& capture) {
   const ModelConfig& c = config_;
   const int64_t hidden = padded(c.hidden_size), inner = padded(c.intermediate_size);
   const int64_t q_width = padded(c.n_heads * c.head_dim), kv_width = padded(c.n_kv_heads * c.head_dim);
@@ -100,7 +104,6 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
   const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(c.head_dim)));
   rope_.extend(start + n);
 
-  float* const x = hidden_.reserve_for<float>(n * hidden);
   float* const normed = normed_.reserve_for<float>(n * hidden);
   float* const q = q_.reserve_for<float>(n * q_width);
   float* const k = k_.reserve_for<float>(n * kv_width);
@@ -110,73 +113,81 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
   float* const up = up_.reserve_for<float>(n * inner);
   float* const out = out_.reserve_for<float>(n * hidden);
 
-  pool_.run(n, [&](int64_t m, int) { embed(tokens[m], x + m * hidden); });
-
   auto norm_into_inputs = [&](int64_t m, const std::vector<float>& weight) {
     kernels_.rmsnorm(x + m * hidden, weight.data(), c.norm_eps, c.hidden_size, normed + m * hidden);
     inputs_.put(kernels_, normed + m * hidden, m);
   };
+  const Layer& layer = layers_[i];
+  const KvCache& cache = session.cache(i);
+  const int64_t window = c.windows.empty() ? 0 : c.windows[i];
 
-  for (int64_t i = 0; i < c.n_layers; i++) {
-    const Layer& layer = layers_[i];
-    const KvCache& cache = session.cache(i);
-    const int64_t window = c.windows.empty() ? 0 : c.windows[i];
+  // 1. attention inputs
+  inputs_.plan(n, c.hidden_size, {&layer.q.weight, &layer.k.weight, &layer.v.weight});
+  pool_.run(n, [&](int64_t m, int) { norm_into_inputs(m, layer.input_norm); });
+  copy_rows(capture.qkv, normed, n * hidden);
+  multiply({{&layer.q, q, q_width}, {&layer.k, k, kv_width}, {&layer.v, v, kv_width}});
+  pool_.run(n, [&](int64_t m, int) {
+    add_bias(q + m * q_width, layer.q);
+    add_bias(k + m * kv_width, layer.k);
+    add_bias(v + m * kv_width, layer.v);
+    rope_.rotate(q + m * q_width, c.n_heads, c.head_dim, start + m);
+    rope_.rotate(k + m * kv_width, c.n_kv_heads, c.head_dim, start + m);
+    kernels_.store_kv(cache, start + m, k + m * kv_width, v + m * kv_width);
+  });
 
-    // 1. attention inputs
-    inputs_.plan(n, c.hidden_size, {&layer.q.weight, &layer.k.weight, &layer.v.weight});
-    pool_.run(n, [&](int64_t m, int) { norm_into_inputs(m, layer.input_norm); });
-    multiply({{&layer.q, q, q_width}, {&layer.k, k, kv_width}, {&layer.v, v, kv_width}});
-    pool_.run(n, [&](int64_t m, int) {
-      add_bias(q + m * q_width, layer.q);
-      add_bias(k + m * kv_width, layer.k);
-      add_bias(v + m * kv_width, layer.v);
-      rope_.rotate(q + m * q_width, c.n_heads, c.head_dim, start + m);
-      rope_.rotate(k + m * kv_width, c.n_kv_heads, c.head_dim, start + m);
-      kernels_.store_kv(cache, start + m, k + m * kv_width, v + m * kv_width);
-    });
+  // 2. attention
+  const int64_t scratch_size = attention_scratch(n_group, c.head_dim);
+  pool_.run(n * c.n_kv_heads, [&](int64_t task, int thread) {
+    const int64_t m = task / c.n_kv_heads, head = task % c.n_kv_heads, position = start + m;
+    const int64_t first = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+    const int64_t at = m * q_width + head * n_group * c.head_dim;
+    kernels_.attention(cache, head, n_group, first, position, scale, q + at, attended + at,
+                       attention_scratch_.as<float>() + scratch_size * thread);
+  });
+  const int64_t q_used = c.n_heads * c.head_dim;
+  inputs_.plan(n, q_used, {&layer.o.weight});
+  pool_.run(n, [&](int64_t m, int) {
+    float* row = attended + m * q_width;
+    std::fill(row + q_used, row + q_width, 0.0f);
+    inputs_.put(kernels_, row, m);
+  });
+  copy_rows(capture.o, attended, n * q_width);
+  multiply({{&layer.o, out, hidden}});
 
-    // 2. attention
-    const int64_t scratch_size = attention_scratch(n_group, c.head_dim);
-    pool_.run(n * c.n_kv_heads, [&](int64_t task, int thread) {
-      const int64_t m = task / c.n_kv_heads, head = task % c.n_kv_heads, position = start + m;
-      const int64_t first = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
-      const int64_t at = m * q_width + head * n_group * c.head_dim;
-      kernels_.attention(cache, head, n_group, first, position, scale, q + at, attended + at,
-                         attention_scratch_.as<float>() + scratch_size * thread);
-    });
-    const int64_t q_used = c.n_heads * c.head_dim;
-    inputs_.plan(n, q_used, {&layer.o.weight});
-    pool_.run(n, [&](int64_t m, int) {
-      float* row = attended + m * q_width;
-      std::fill(row + q_used, row + q_width, 0.0f);
-      inputs_.put(kernels_, row, m);
-    });
-    multiply({{&layer.o, out, hidden}});
+  // 3. feed-forward
+  inputs_.plan(n, c.hidden_size, {&layer.gate.weight, &layer.up.weight});
+  pool_.run(n, [&](int64_t m, int) {
+    add_bias(out + m * hidden, layer.o);
+    add(x + m * hidden, out + m * hidden, hidden);
+    norm_into_inputs(m, layer.post_norm);
+  });
+  copy_rows(capture.gate_up, normed, n * hidden);
+  multiply({{&layer.gate, gate, inner}, {&layer.up, up, inner}});
+  inputs_.plan(n, c.intermediate_size, {&layer.down.weight});
+  pool_.run(n, [&](int64_t m, int) {
+    add_bias(gate + m * inner, layer.gate);
+    add_bias(up + m * inner, layer.up);
+    kernels_.swiglu(gate + m * inner, up + m * inner, inner, gate + m * inner);
+    inputs_.put(kernels_, gate + m * inner, m);
+  });
+  copy_rows(capture.down, gate, n * inner);
+  multiply({{&layer.down, out, hidden}});
+  pool_.run(n, [&](int64_t m, int) {
+    add_bias(out + m * hidden, layer.down);
+    add(x + m * hidden, out + m * hidden, hidden);
+  });
+}
 
-    // 3. feed-forward
-    inputs_.plan(n, c.hidden_size, {&layer.gate.weight, &layer.up.weight});
-    pool_.run(n, [&](int64_t m, int) {
-      add_bias(out + m * hidden, layer.o);
-      add(x + m * hidden, out + m * hidden, hidden);
-      norm_into_inputs(m, layer.post_norm);
-    });
-    multiply({{&layer.gate, gate, inner}, {&layer.up, up, inner}});
-    inputs_.plan(n, c.intermediate_size, {&layer.down.weight});
-    pool_.run(n, [&](int64_t m, int) {
-      add_bias(gate + m * inner, layer.gate);
-      add_bias(up + m * inner, layer.up);
-      kernels_.swiglu(gate + m * inner, up + m * inner, inner, gate + m * inner);
-      inputs_.put(kernels_, gate + m * inner, m);
-    });
-    multiply({{&layer.down, out, hidden}});
-    pool_.run(n, [&](int64_t m, int) {
-      add_bias(out + m * hidden, layer.down);
-      add(x + m * hidden, out + m * hidden, hidden);
-    });
-  }
+void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all_logits, float* logits) {
+  const ModelConfig& c = config_;
+  const int64_t hidden = padded(c.hidden_size);
+  float* const x = hidden_.reserve_for<float>(n * hidden);
+  float* const normed = normed_.reserve_for<float>(n * hidden);
+  pool_.run(n, [&](int64_t m, int) { embed(tokens[m], x + m * hidden); });
+  for (int64_t i = 0; i < c.n_layers; i++) run_layer(i, session, n, x);
   session.n_tokens += n;
 
-  // 4. logits
+  // logits
   const int64_t n_out = all_logits ? n : 1, skipped = n - n_out;
   const Linear& output = head.weight.lines != nullptr ? head : embedding;
   const int64_t width = padded(c.vocab_size);

@@ -47,6 +47,14 @@ class Session {
   std::vector<KvCache> layers_;
 };
 
+// Where a layer puts a copy of the rows that its products read: n rows each, padded to 16 floats. Null: not wanted.
+struct Capture {
+  float* qkv = nullptr;      // hidden_size
+  float* o = nullptr;        // n_heads * head_dim
+  float* gate_up = nullptr;  // hidden_size
+  float* down = nullptr;     // intermediate_size
+};
+
 class Model {
  public:
   // Tokens of one pass through the layers; longer inputs are cut by the caller.
@@ -63,6 +71,10 @@ class Model {
   // Append n <= kMaxTokens tokens (ids below vocab_size; room in the session). logits: [n or 1][vocab_size], for all
   // tokens or the last one.
   void forward(Session& session, const int32_t* tokens, int64_t n, bool all_logits, float* logits);
+
+  // One layer on hidden rows x [n][padded hidden_size] of the session's next n <= kMaxTokens positions, in place. The
+  // session does not move on: its caller adds n to n_tokens after the last layer.
+  void run_layer(int64_t i, Session& session, int64_t n, float* x, const Capture& capture = {});
 
  private:
   struct Product {

@@ -1,0 +1,51 @@
+#include "engine/calibrated.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace w4conv {
+
+int64_t cholesky(const Kernels& kernels, Pool& pool, double* a, int64_t n) {
+  constexpr int64_t kPanel = kCholeskyPanel, kRows = 64;
+  std::vector<double> panel(static_cast<size_t>((n + kPanel) * kPanel));
+  for (int64_t first = 0; first < n; first += kPanel) {
+    const int64_t width = std::min(kPanel, n - first), below = first + width;
+    for (int64_t c = 0; c < width; c++) {
+      for (int64_t k = 0; k < first; k++) panel[k * kPanel + c] = a[(first + c) * n + k];
+    }
+    const int64_t bad = kernels.cholesky_rows(a, n, first, width, first, below, true, panel.data());
+    if (bad >= 0) return bad;
+    pool.run((n - below + kRows - 1) / kRows, [&](int64_t task, int) {
+      const int64_t begin = below + task * kRows;
+      kernels.cholesky_rows(a, n, first, width, begin, std::min(n, begin + kRows), false, panel.data());
+    });
+  }
+  return -1;
+}
+
+void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
+                         const int32_t* group, const float* scales, int64_t n_groups, const float* factor, float top,
+                         int8_t* q) {
+  std::vector<std::vector<float>> scratch(static_cast<size_t>(pool.n_threads()));
+  pool.run(n_tiles, [&](int64_t tile, int thread) {
+    scratch[thread].resize(static_cast<size_t>(n) * kTileRows);
+    kernels.round_with_feedback(w + tile * n * kTileRows, n, group, scales + tile * n_groups * kTileRows, factor, top,
+                                q + tile * n * kTileRows, scratch[thread].data());
+  });
+}
+
+void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
+                   const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers, float top,
+                   uint16_t* scales, float* errors) {
+  const int64_t n_groups = (n + group_size - 1) / group_size;
+  std::vector<std::vector<float>> scratch(static_cast<size_t>(pool.n_threads()));
+  pool.run(n_tiles * n_groups, [&](int64_t task, int thread) {
+    scratch[thread].resize(static_cast<size_t>(group_size) * kTileRows);
+    const int64_t tile = task / n_groups, g = task % n_groups, begin = g * group_size;
+    kernels.search_scales(w + (tile * n + begin) * kTileRows, std::min(group_size, n - begin),
+                          factors + g * group_size * group_size, pivots + begin, multipliers, n_multipliers, top,
+                          scales + task * kTileRows, errors + task * kTileRows, scratch[thread].data());
+  });
+}
+
+}  // namespace w4conv

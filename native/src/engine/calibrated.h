@@ -1,0 +1,23 @@
+// Calibrated rounding over whole matrices: tiles and rows shared out to the threads, the same bits for any number of them.
+#pragma once
+#include "engine/pool.h"
+#include "w4conv/kernels.h"
+
+namespace w4conv {
+
+// Lower Cholesky factor of a [n][n] in place of its lower triangle; the rest is left in an unspecified state. Returns the
+// first column whose pivot is not positive, or -1.
+int64_t cholesky(const Kernels& kernels, Pool& pool, double* a, int64_t n);
+
+// w [n_tiles][n][16] -> q [n_tiles][n][16]; scales [n_tiles][n_groups][16], factor [n][n] (docs in calibrated.inc.h).
+void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
+                         const int32_t* group, const float* scales, int64_t n_groups, const float* factor, float top,
+                         int8_t* q);
+
+// w [n_tiles][n][16], groups of group_size columns; factors [n_groups][group_size][group_size] (the last group uses its own
+// width as stride), pivots [n] -> scales and errors [n_tiles][n_groups][16].
+void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
+                   const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers, float top,
+                   uint16_t* scales, float* errors);
+
+}  // namespace w4conv

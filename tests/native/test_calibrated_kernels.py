@@ -1,0 +1,179 @@
+"""Calibrated rounding: native code against the numpy definitions bit for bit, and those against brute force."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from w4conv import kernels
+from w4conv.quantization import reference_gptq as reference
+from w4conv.quantization.moments import Moments
+
+F32Array = npt.NDArray[np.float32]
+TIERS = kernels.isa_tiers()
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("W4CONV_ISA", request.param)
+    return str(request.param)
+
+
+def moments(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Second moments of correlated inputs with a mean, made definite."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((3 * n, n)) @ rng.standard_normal((n, n)) + rng.standard_normal(n)
+    h = x.T @ x / len(x)
+    out = (h + h.T) / 2 + 0.01 * np.diag(h).mean() * np.eye(n)
+    return np.asarray(out)
+
+
+def unit_factor(lower: npt.NDArray[np.float64]) -> F32Array:
+    return np.asarray(lower / np.diag(lower), np.float32)
+
+
+def tiled(rows: F32Array) -> F32Array:
+    """(n_rows, n_columns), n_rows a multiple of 16 -> (n_tiles, n_columns, 16)."""
+    return np.ascontiguousarray(rows.reshape(-1, 16, rows.shape[1]).transpose(0, 2, 1))
+
+
+def untiled(tiles: Any) -> Any:
+    return tiles.transpose(0, 2, 1).reshape(-1, tiles.shape[1])
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_cholesky(tier: str, n: int, threads: int) -> None:
+    h = moments(n)
+    expected = reference.cholesky(h)
+    assert expected is not None
+    np.testing.assert_allclose(expected @ expected.T, h, rtol=1e-10, atol=1e-10)
+    a = h.copy()
+    assert kernels.cholesky(a, threads=threads) == -1
+    assert np.array_equal(np.tril(a), expected)
+
+
+@pytest.mark.parametrize("column", [0, 31, 40, 69])
+def test_cholesky_names_the_column_without_a_positive_pivot(tier: str, column: int) -> None:
+    h = moments(70)
+    h[column, :] = h[:, column] = 0
+    assert reference.cholesky(h) is None
+    assert kernels.cholesky(h.copy(), threads=2) == column
+
+
+@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (100, 32), (160, 160)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_with_feedback(tier: str, n: int, size: int, bits: int) -> None:
+    lower = reference.cholesky(moments(n))
+    assert lower is not None
+    factor = unit_factor(lower)
+    w = np.random.default_rng(1).standard_normal((32, n)).astype(np.float32)
+    scales = np.random.default_rng(2).uniform(-0.3, 0.3, (32, -(-n // size))).astype(np.float16).astype(np.float32)
+    scales[3] = 0
+    expected = reference.round_with_feedback(w, np.repeat(scales, size, axis=1)[:, :n], factor, bits)
+    group = (np.arange(n) // size).astype(np.int32)
+    for threads in (1, 2):
+        q = kernels.round_with_feedback(tiled(w), group, tiled(scales), factor, bits=bits, threads=threads)
+        assert np.array_equal(untiled(q), expected)
+
+
+@pytest.mark.parametrize(("n", "size"), [(32, 32), (75, 32), (200, 200)])
+def test_search_of_scales(tier: str, n: int, size: int) -> None:
+    rng = np.random.default_rng(3)
+    w = rng.standard_normal((32, n)).astype(np.float32)
+    w[5] = 0
+    w[6, :size] = 7e5  # its own scale is beyond FP16, half of it is not
+    h = moments(n)
+    multipliers = np.array([1, -1, 0.8, 0.5, -0.7], np.float32)
+    n_groups = -(-n // size)
+    factors, pivots = np.zeros((n_groups, size, size), np.float32), np.zeros(n, np.float32)
+    expected = []
+    for g in range(n_groups):
+        part = slice(g * size, min(n, (g + 1) * size))
+        lower = reference.cholesky(np.ascontiguousarray(h[part, part]))
+        assert lower is not None
+        factor = unit_factor(lower)
+        factors[g].reshape(-1)[: factor.size] = factor.ravel()
+        pivots[part] = np.square(np.diag(lower))
+        expected.append(reference.search_scales(w[:, part], factor, pivots[part], multipliers, 4))
+    scales, errors = kernels.search_scales(tiled(w), size, factors, pivots, multipliers, bits=4, threads=2)
+    assert np.array_equal(untiled(scales).view(np.uint16), np.stack([s for s, _ in expected], 1).view(np.uint16))
+    assert np.array_equal(untiled(errors), np.stack([e for _, e in expected], 1))
+    assert (untiled(scales)[5] == 0).all()
+
+
+def test_error_of_the_search_is_the_output_error() -> None:
+    h, n = moments(12), 12
+    lower = reference.cholesky(h)
+    assert lower is not None
+    factor, pivots = unit_factor(lower), np.square(np.diag(lower)).astype(np.float32)
+    w = np.random.default_rng(4).standard_normal((8, n)).astype(np.float32)
+    scales, errors = reference.search_scales(w, factor, pivots, np.array([1, 0.9, -0.9], np.float32), 4)
+    wide = np.repeat(scales.astype(np.float32)[:, None], n, axis=1)
+    e = w - reference.round_with_feedback(w, wide, factor, 4) * wide
+    np.testing.assert_allclose(np.einsum("ri,ij,rj->r", e, h, e), errors, rtol=1e-3)
+
+
+def test_feedback_against_every_assignment_of_codes() -> None:
+    """Of all choices of codes for four columns: never better than the best, and mostly better than nearest codes."""
+    n, scale = 4, np.float32(0.25)
+    codes = np.array(list(itertools.product(range(-8, 8), repeat=n)), np.float32)
+    better = 0
+    for seed in range(20):
+        h = moments(n, seed)
+        order = np.argsort(np.diag(h))
+        h = np.ascontiguousarray(h[np.ix_(order, order)])
+        lower = reference.cholesky(h)
+        assert lower is not None
+        w = (np.random.default_rng(seed).standard_normal((1, n)) * 0.6).astype(np.float32)
+        wide = np.full_like(w, scale)
+
+        def error(q: Any, w: F32Array = w, h: Any = h) -> float:
+            e = w - q * scale
+            return float(np.einsum("ri,ij,rj->r", e, h, e).min())
+
+        least, nearest = error(codes), error(reference.code_of(w, wide, 4))
+        fed = error(reference.round_with_feedback(w, wide, unit_factor(lower), 4))
+        assert least <= fed * (1 + 1e-5)
+        better += fed < nearest
+        assert fed <= 4 * nearest
+    assert better >= 8
+
+
+def test_feedback_follows_the_textbook_recipe_with_the_inverse() -> None:
+    """GPTQ as published: the first column first, errors spread by the Cholesky factor of the inverse."""
+    n, scale = 24, np.float32(0.3)
+    h = moments(n, 7)
+    w = np.random.default_rng(8).standard_normal((16, n)).astype(np.float32)
+    upper = np.linalg.cholesky(np.linalg.inv(h)).T
+    left, textbook = w.astype(np.float64), np.zeros((16, n))
+    for j in range(n):
+        textbook[:, j] = np.clip(np.rint(left[:, j] / scale), -8, 7)
+        e = (left[:, j] - textbook[:, j] * scale) / upper[j, j]
+        left[:, j:] -= np.outer(e, upper[j, j:])
+    lower = reference.cholesky(np.ascontiguousarray(h[::-1, ::-1]))
+    assert lower is not None
+    wide = np.full_like(w, scale)
+    q = reference.round_with_feedback(np.ascontiguousarray(w[:, ::-1]), wide, unit_factor(lower), 4)[:, ::-1]
+    assert np.mean(q != textbook) < 0.01  # float32 against float64: a tie may fall to the other side
+
+
+@pytest.mark.parametrize("n_columns", [40, 600])
+def test_moments(tier: str, n_columns: int) -> None:
+    rng = np.random.default_rng(5)
+    blocks = [rng.standard_normal((n, n_columns)).astype(np.float32) for n in (64, 7)]
+    found = []
+    for threads in (1, 2):
+        m = Moments(n_columns)
+        for block in blocks:
+            m.add(block, threads=threads)
+        found.append(m.matrix())
+    x = np.concatenate(blocks).astype(np.float64)
+    np.testing.assert_allclose(found[0], x.T @ x / len(x), rtol=1e-4, atol=1e-4)
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[0].T)
+    assert m.n_tokens == 71

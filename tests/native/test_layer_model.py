@@ -1,0 +1,60 @@
+"""One layer by itself: the model taken layer after layer gives the bits of the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import make_llama_dir
+
+from w4conv import kernels
+from w4conv.convert import quantize
+from w4conv.runtime.engine import Captured, LayerModel, Model, padded_width
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "f32"])
+def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
+    quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", scheme=scheme, group_size=32)
+    ids = np.random.default_rng(0).integers(0, 250, 130)  # more than one native call holds
+    with Model(tmp_path / "m.w4", threads=2) as model:
+        spec, container = model.spec, model.container
+        embedding = container.dequantize("model.embed_tokens.weight")
+        hidden = np.zeros((len(ids), padded_width(spec.hidden_size)), np.float32)
+        hidden[:, : spec.hidden_size] = embedding[ids]
+        inputs: list[Captured] = []
+        for layer in range(spec.n_layers):
+            tensors = [t for t in spec.tensors() if t.layer == layer]
+            matrices = {
+                t.part: (
+                    container.tensors[t.name].scheme,
+                    (t.shape[0], t.shape[1]),
+                    {part.kind: container.bytes_of(part) for part in container.tensors[t.name].parts},
+                )
+                for t in tensors
+                if t.role == "linear"
+            }
+            vectors = {t.part: container.dequantize(t.name) for t in tensors if t.role != "linear"}
+            one = LayerModel(spec, layer, matrices, vectors, threads=1)
+            captured = one.run(hidden.copy(), capture=True)
+            assert captured is not None
+            inputs.append(captured)
+            assert one.run(hidden) is None
+        x = hidden[:, : spec.hidden_size].astype(np.float64)
+        norm = container.dequantize("model.norm.weight")
+        final = (x / np.sqrt((x * x).mean(1, keepdims=True) + spec.norm_eps) * norm).astype(np.float32)
+        head = container.dequantize("model.embed_tokens.weight" if spec.tied_head else "lm_head.weight")
+        np.testing.assert_allclose(final @ head.T, model.logits(ids), rtol=2e-3, atol=2e-3)
+        # The rows captured are what the products read: with the weights they give the next rows captured.
+        first = inputs[0]
+        prefix = "model.layers.0.mlp."
+        gate, up = (
+            kernels.product(first.gate_up, container.dequantize(f"{prefix}{part}_proj.weight"))
+            for part in ("gate", "up")
+        )
+        biases = [f"{prefix}{part}_proj.bias" for part in ("gate", "up")]
+        if biases[0] in container.tensors:
+            gate, up = gate + container.dequantize(biases[0]), up + container.dequantize(biases[1])
+        np.testing.assert_allclose(first.down, gate / (1 + np.exp(-gate)) * up, rtol=2e-3, atol=2e-3)
+        assert first.qkv.shape == (130, spec.hidden_size)
+        assert first.o.shape == (130, spec.n_heads * spec.head_dim)
