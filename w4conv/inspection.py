@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-from w4conv.container import ContainerHeader, TensorInfo, open_container, read_header
+from w4conv.container import ContainerHeader, TensorInfo, is_stream, open_container, read_header
 from w4conv.container.layout import SIGNATURE
 from w4conv.errors import InputError
 from w4conv.models import parse_config
@@ -87,6 +87,12 @@ class Inspection:
 def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Describe a `.w4` file, a Hugging Face directory or a GGUF file. Raises InputError."""
     path = Path(path)
+    if is_stream(path):
+        try:
+            with path.open("rb") as stream:
+                return inspect_stream(stream, name=str(path))
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror or error}") from error
     if path.suffix.lower() == ".w4" or _is_container(path):
         with open_container(path) as container:
             header = ContainerHeader(
@@ -99,7 +105,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 
 def inspect_stream(stream: BinaryIO, *, name: str = "-") -> Inspection:
     """Describe the `.w4` file that begins in `stream`; reads no weight. Raises FormatError."""
-    return _of_container(name, read_header(stream), None)
+    return _of_container(name, read_header(stream, where="standard input" if name == "-" else name), None)
 
 
 def kind_of(name: str) -> TensorKind:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from w4conv.container import Container, open_container
+from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.convert import quantize
 from w4conv.errors import FormatError, UsageError
 from w4conv.measure.perplexity import (
@@ -87,6 +88,7 @@ def verify(
 ) -> VerifyReport:
     """Check every byte of the container `path`; compare it with the checkpoint `against`; measure its perplexity.
 
+    path: "-" is standard input; it, pipes and devices are copied into the temporary directory for that time.
     ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, which for that time is
     converted without loss into the temporary directory (TMPDIR). convention: "llama.cpp" (default) or "gptq"; ctx:
     default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
@@ -105,7 +107,7 @@ def verify(
     limit = None if max_ppl_increase is None else _Limit.parse(str(max_ppl_increase))
     progress = progress or Silent()
 
-    with open_container(path) as container:
+    with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
 
         def report(
             failures: list[str], *, intact: bool = True, round_trip: RoundTrip | None = None,

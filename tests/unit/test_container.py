@@ -266,8 +266,10 @@ def test_paths_that_cannot_be_opened(tmp_path: Path, small: Path) -> None:
         open_container(tmp_path / "absent.w4")
     with pytest.raises(InputError, match="a directory"):
         open_container(tmp_path)
-    with pytest.raises(InputError, match="not a regular file"):
+    with pytest.raises(FormatError, match="/dev/null: the file is empty"):
         open_container("/dev/null")
+    with pytest.raises(FormatError, match="/dev/zero: not a .w4 file"):
+        open_container("/dev/zero")
 
 
 @pytest.mark.parametrize(("major", "minor"), [(2, 0), (0, 0), (1, 1), (513, 0)])

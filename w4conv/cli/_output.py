@@ -43,6 +43,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def path(path: str) -> str:
+    """A path that was read, as people call it."""
+    return "standard input" if path == "-" else path
+
+
 def nbytes(n: int | None) -> str:
     """A size to three digits: "68.4 MB" (1e6 bytes)."""
     if n is None:

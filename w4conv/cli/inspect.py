@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Json
-from w4conv.errors import UsageError
+from w4conv.cli._options import Json, refuse_terminal
 
 if TYPE_CHECKING:
     from w4conv.inspection import Inspection, TensorRow, Total
@@ -44,8 +43,7 @@ def inspect(
     from w4conv.inspection import inspect as describe
     from w4conv.inspection import inspect_stream
 
-    if path == "-" and sys.stdin.isatty():
-        raise UsageError("standard input is a terminal; name a file, or pipe a .w4 file in")
+    refuse_terminal(path)
     found = inspect_stream(sys.stdin.buffer) if path == "-" else describe(path)
     if json:
         _output.write_json("inspect", found)
@@ -57,7 +55,7 @@ def inspect(
 
 def as_text(found: Inspection) -> str:
     pairs = [
-        ("path", "standard input" if found.path == "-" else found.path),
+        ("path", _output.path(found.path)),
         ("kind", f"{_KINDS.get(found.kind, found.kind)}, {_output.nbytes(found.nbytes)}"),
         ("model", found.architecture if found.model is None else model_text(found.model)),
         ("parameters", f"{_output.count(found.n_parameters)} in {len(found.tensors):,} tensors"),

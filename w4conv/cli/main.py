@@ -11,7 +11,7 @@ import typer
 import typer.main
 
 from w4conv import __version__
-from w4conv.cli import _errors, _output, bench, inspect, quantize, run, verify
+from w4conv.cli import _errors, _output, bench, cat, inspect, quantize, run, verify
 
 EPILOG = """\
 \b
@@ -50,6 +50,7 @@ for command, epilog in (
     (verify.verify, verify.EPILOG),
     (run.run, run.EPILOG),
     (bench.bench, bench.EPILOG),
+    (cat.cat, cat.EPILOG),
 ):
     app.command(epilog=epilog)(command)
 

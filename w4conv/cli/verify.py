@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Json, Threads, one_of
+from w4conv.cli._options import Json, Threads, one_of, refuse_terminal
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import CheckError
 
@@ -26,12 +26,13 @@ Examples:
   w4conv verify out.w4 --ppl --text book.txt
   w4conv verify out.w4 --against in/ --ppl --chunks 32 \\
       --max-ppl-increase 0.5 --json
+  curl -s https://example.org/out.w4 | w4conv verify -
 """
 N_WORST = 5
 
 
 def verify(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The .w4 file")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The .w4 file; - for standard input")],
     against: Annotated[
         str | None, typer.Option(metavar="IN", help="Compare with this checkpoint, tensor by tensor")
     ] = None,
@@ -70,10 +71,12 @@ def verify(
 
     Always: structure and every digest. With --against: error of every tensor, and whether the codes are exactly what
     the recorded method makes of that source. With --ppl: perplexity, and its increase over the source's with the
-    standard error. Exit code 1 when a check does not hold.
+    standard error. Exit code 1 when a check does not hold. What comes from a pipe is kept in the temporary directory
+    (TMPDIR) meanwhile.
     """
     from w4conv.verification import verify as check
 
+    refuse_terminal(file)
     with progress_bar() as progress:
         report = check(
             file,
@@ -101,7 +104,7 @@ def as_text(report: VerifyReport) -> str:
     parts = [
         _output.facts(
             [
-                ("file", f"{report.path}, {_output.nbytes(report.nbytes)}, {report.n_tensors:,} tensors"),
+                ("file", f"{_output.path(report.path)}, {_output.nbytes(report.nbytes)}, {report.n_tensors:,} tensors"),
                 ("digest", report.digest),
                 ("integrity", state),
             ]

@@ -3,7 +3,14 @@
 from w4conv.container.journal import Journal, stamp
 from w4conv.container.layout import Part, TensorInfo, TensorPlan
 from w4conv.container.plan import Layout, plan
-from w4conv.container.reader import Container, ContainerHeader, open_container, read_header
+from w4conv.container.reader import (
+    Container,
+    ContainerHeader,
+    is_stream,
+    open_container,
+    open_stream,
+    read_header,
+)
 from w4conv.container.target import STDOUT, check_target, open_target
 from w4conv.container.writer import Writer
 
@@ -18,7 +25,9 @@ __all__ = [
     "TensorPlan",
     "Writer",
     "check_target",
+    "is_stream",
     "open_container",
+    "open_stream",
     "open_target",
     "plan",
     "read_header",

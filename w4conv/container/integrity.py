@@ -28,11 +28,7 @@ def check_data(container: Container, progress: Progress | None = None) -> None:
     progress.start(sum(part.nbytes for _, part, _ in parts))
 
     def check(entry: tuple[str, Part, TensorInfo | None]) -> None:
-        what, part, tensor = entry
-        try:
-            _check_part(container, part, tensor)
-        except _WrongError as error:
-            raise FormatError(f"{container.path}: {what}: {error}", clause=error.clause) from None
+        _check(container, *entry)
 
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     try:
@@ -40,6 +36,19 @@ def check_data(container: Container, progress: Progress | None = None) -> None:
             progress.advance(part.nbytes, what)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def check_tensor(container: Container, tensor: TensorInfo) -> None:
+    """The same for the parts of one tensor."""
+    for part in tensor.parts:
+        _check(container, f"{tensor.name}: {part.kind}", part, tensor)
+
+
+def _check(container: Container, what: str, part: Part, tensor: TensorInfo | None) -> None:
+    try:
+        _check_part(container, part, tensor)
+    except _WrongError as error:
+        raise FormatError(f"{container.path}: {what}: {error}", clause=error.clause) from None
 
 
 class _WrongError(Exception):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,9 @@ import numpy.typing as npt
 
 from w4conv import codes
 from w4conv.container import validate
-from w4conv.container.integrity import check_data
+from w4conv.container.integrity import check_data, check_tensor
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, Header, Part, TensorInfo, digest
-from w4conv.errors import FormatError, InputError
+from w4conv.errors import FormatError, InputError, OutputError
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 
@@ -68,31 +70,73 @@ def _read(stream: BinaryIO, n: int) -> bytes:
     return b"".join(blocks)
 
 
+def is_stream(path: Path) -> bool:
+    """Whether a path is a pipe, a device or a socket: to be read once from front to back, never mapped."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
 def open_container(path: str | os.PathLike[str]) -> Container:
     """Map a `.w4` file; everything that w4-container 7.1 asks is checked, no weight is read.
 
-    Raises InputError when it cannot be read, FormatError when it breaks the format.
+    A pipe or a device is copied first, see `open_stream`. Raises InputError when it cannot be read, FormatError when it
+    breaks the format.
     """
     path = Path(path)
     try:
+        if is_stream(path):
+            with path.open("rb") as stream:
+                return open_stream(stream, name=str(path))
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{path}: not a regular file, so it cannot be mapped. Save it to a file first")
             head = validate.header(file.read(HEADER_NBYTES), where=str(path))
-            if status.st_size != head.file_nbytes:
-                change = "cut short" if status.st_size < head.file_nbytes else "appended to"
-                raise FormatError(
-                    f"{path}: has {status.st_size:,} bytes, its header says {head.file_nbytes:,}: "
-                    f"it was {change}. Fetch or convert it again",
-                    clause="2.5",
-                )
+            _check_size(str(path), os.fstat(file.fileno()).st_size, head)
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, expected a .w4 file") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
-    return Container(path, np.frombuffer(mapping, np.uint8), head)
+    return Container(path, np.frombuffer(mapping, np.uint8), head, mapping)
+
+
+def open_stream(stream: BinaryIO, *, name: str = "standard input") -> Container:
+    """A container that comes from a pipe: copied into the temporary directory, and gone from there when it is closed.
+
+    Reads up to the end, and one byte beyond to see that there is none. Raises FormatError, and OutputError when the
+    temporary directory (TMPDIR) has no room for it.
+    """
+    raw = _read(stream, HEADER_NBYTES)
+    head = validate.header(raw, where=name)
+    folder = tempfile.gettempdir()
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < head.file_nbytes:
+            raise OutputError(
+                f"{name}: {head.file_nbytes:,} bytes have to be kept in {folder}, where {free:,} are free. "
+                "Let TMPDIR name a larger place, or save the file and name it"
+            )
+        with tempfile.TemporaryFile(prefix="w4conv-") as copy:
+            size = copy.write(raw)
+            while size <= head.file_nbytes and (block := stream.read(min(head.file_nbytes + 1 - size, 1 << 20))):
+                size += copy.write(block)
+            copy.flush()
+            _check_size(name, size, head)
+            mapping = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise OutputError(f"{name}: cannot be kept in {folder}: {error.strerror or error}") from error
+    return Container(Path(name), np.frombuffer(mapping, np.uint8), head, mapping)
+
+
+def _check_size(where: str, size: int, head: Header) -> None:
+    if size != head.file_nbytes:
+        change = "cut short" if size < head.file_nbytes else "appended to"
+        raise FormatError(
+            f"{where}: has {size:,} bytes, its header says {head.file_nbytes:,}: it was {change}. "
+            "Fetch or convert it again",
+            clause="2.5",
+        )
 
 
 class Container:
@@ -102,10 +146,11 @@ class Container:
     checked at each access. digest: hexadecimal, identifies the conversion. source_digests: hexadecimal, one for each
     file of provenance["source"]["files"].
 
-    Pages come from the file when they are touched. The file must not be shortened while it is open.
+    Pages come from the file when they are touched. Each access looks first whether the file has been shortened since,
+    and raises InputError then; a view that was handed out before knows nothing of it.
     """
 
-    def __init__(self, path: Path, mapped: Bytes, head: Header) -> None:
+    def __init__(self, path: Path, mapped: Bytes, head: Header, mapping: mmap.mmap | None = None) -> None:
         where = str(path)
         index = validate.index(mapped[HEADER_NBYTES : HEADER_NBYTES + head.index_nbytes].tobytes(), head, where=where)
         if mapped[HEADER_NBYTES + head.index_nbytes : head.data_offset].any():
@@ -125,6 +170,7 @@ class Container:
         self.source_digests = tuple(d.hex() for d in digests[head.n_parts : -1])
         self.part_digests = tuple(digests[: head.n_parts])
         self._mapped: Bytes | None = mapped
+        self._mapping = mapping  # where there is a file behind
 
     def __enter__(self) -> Container:
         return self
@@ -134,12 +180,18 @@ class Container:
 
     def close(self) -> None:
         """Let the mapping go; views handed out keep it alive as long as they live."""
-        self._mapped = None
+        self._mapped = self._mapping = None
 
     def bytes_of(self, part: Part) -> Bytes:
-        """The bytes of a part in place, read-only."""
+        """The bytes of a part in place, read-only. Raises InputError when the file has been shortened."""
         if self._mapped is None:
             raise ValueError(f"{self.path} is closed")
+        # The kernel kills a process that touches a lost page; `size` asks for that of the file as it is now.
+        if self._mapping is not None and (size := self._mapping.size()) < self.file_nbytes:
+            raise InputError(
+                f"{self.path}: was shortened from {self.file_nbytes:,} to {size:,} bytes while in use. "
+                "Fetch or convert it again"
+            )
         return self._mapped[part.offset : part.end]
 
     def part(self, name: str, kind: str) -> Bytes:
@@ -152,20 +204,23 @@ class Container:
     def dequantize(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
         """The values of a tensor, float32 of its original shape (w4-codes 5). Raises KeyError for an unknown name.
 
-        rows: a slice of the first axis without a step; of a matrix, only its tiles are read.
+        rows: a slice of the first axis without a step; of a matrix, only its tiles are read, of a stack its matrices.
         """
         info = self.tensors[name]
         parts = {part.kind: self.bytes_of(part) for part in info.parts}
         if rows is None:
             return codes.dequantize(info.scheme, info.shape, parts)
-        if len(info.shape) != 2:
+        if len(info.shape) < 2:
             return codes.dequantize(info.scheme, info.shape, parts)[rows]
-        n_rows, n_columns = info.shape
-        start, stop, step = rows.indices(n_rows)
+        start, stop, step = rows.indices(info.shape[0])
         if step != 1:
             raise ValueError(f"rows {rows} has a step")
         if stop <= start:
-            return np.empty((0, n_columns), np.float32)
+            return np.empty((0, *info.shape[1:]), np.float32)
+        if len(info.shape) > 2:
+            some = {kind: raw.reshape(info.shape[0], -1)[start:stop].reshape(-1) for kind, raw in parts.items()}
+            return codes.dequantize(info.scheme, (stop - start, *info.shape[1:]), some)
+        n_rows, n_columns = info.shape
         first, end = start // TILE_ROWS, codes.n_tiles(stop)
         before = first * TILE_ROWS
         tiles = {kind: raw.reshape(codes.n_tiles(n_rows), -1)[first:end].reshape(-1) for kind, raw in parts.items()}
@@ -178,6 +233,10 @@ class Container:
         Raises FormatError naming the first part in file order that is wrong.
         """
         check_data(self, progress)
+
+    def check_tensor(self, name: str) -> None:
+        """The same for one tensor. Raises FormatError, and KeyError for an unknown name."""
+        check_tensor(self, self.tensors[name])
 
     def named_parts(self) -> list[tuple[str, Part, TensorInfo | None]]:
         """(what it is, part, its tensor or None for a blob), in file order."""

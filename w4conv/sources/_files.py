@@ -50,10 +50,7 @@ class MappedFile:
             raise ValueError(f"{self.path}: bytes {offset} to {offset + nbytes} are outside the file")
         if self._map is None or nbytes == 0:
             return np.empty(0, np.uint8)
-        try:
-            now = self.path.stat().st_size
-        except OSError as error:
-            raise InputError(f"{self.path}: gone since it was opened: {error.strerror or error}") from error
+        now = self._map.size()  # of the file as it is now, by whatever name
         if now < self.nbytes:
             raise InputError(f"{self.path}: shrank from {self.nbytes} to {now} bytes since it was opened; start again")
         return np.frombuffer(self._map, np.uint8, nbytes, offset)

@@ -198,7 +198,7 @@ def _read_shards(
     directory: Path, shards: list[str], weight_map: dict[str, str] | None
 ) -> dict[str, tuple[MappedFile, Entry]]:
     """Every tensor of the shards; checked against the index where there is one."""
-    if missing := [s for s in shards if not (directory / s).is_file()]:
+    if missing := [s for s in shards if not (directory / s).exists()]:
         raise InputError(
             f"{directory}: {len(missing)} of {len(shards)} shards that the index names are missing: "
             f"{_listed(missing)}; download them"
