@@ -48,6 +48,12 @@ def run(
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens of prompt and answer together [default: the model's limit]"),
     ] = None,
+    lookup: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Draft up to N tokens from the text so far; same output, faster where it repeats"
+        ),
+    ] = 0,
     threads: Threads = None,
     stats: Annotated[bool, typer.Option("--stats", help="Speed and memory, on standard error")] = False,
     json: Json = False,
@@ -81,6 +87,7 @@ def run(
             stop_ids=tokenizer.stop_ids(chat=chat),
             at_start=chat or not text,
             on_piece=_ignore if json else _output.write,
+            lookup=lookup,
         )
         figures = statistics(model, generation)
     if json:
@@ -133,6 +140,8 @@ def statistics(model: Model, g: Generation) -> dict[str, Any]:
         "first_token_seconds": g.first_token_seconds,
         "generated_tokens": g.n_generated,
         "decoded_tokens": g.n_decoded,
+        "drafted_tokens": g.n_drafted,
+        "accepted_tokens": g.n_accepted,
         "decode_ms_per_token": None if rate is None else 1000 / rate,
         "decode_tokens_per_second": rate,
         "weight_bytes_per_token": model.bytes_per_token,
@@ -149,6 +158,8 @@ def stats_text(s: dict[str, Any], finish: str) -> str:
     if s["decode_tokens_per_second"] is not None:
         decoded += f", {s['decode_ms_per_token']:.2f} ms/token, {s['decode_tokens_per_second']:.1f} tokens/s"
         speed = f"{s['weight_gb_per_second']:.1f} GB/s"
+    if s["drafted_tokens"]:
+        decoded += f"; {s['accepted_tokens']} of {s['drafted_tokens']} drafted tokens accepted"
     prefill = f"{s['prompt_tokens']} tokens in {s['prefill_seconds']:.3f} s"
     if s["prefill_tokens_per_second"] is not None:
         prefill += f", {s['prefill_tokens_per_second']:.1f} tokens/s"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from w4conv.errors import UsageError
-from w4conv.runtime.engine import Model, TokenSampler
+from w4conv.runtime.engine import F32Array, Model, TokenSampler
+from w4conv.runtime.lookup import PromptLookup
 from w4conv.runtime.tokenizer import Tokenizer
 
 
@@ -18,7 +19,8 @@ class Generation:
 
     finish: "stop" (an end token), "length" (max_tokens), "context" (the context is full) or "interrupted".
     prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
-    decode_seconds: the n_decoded tokens that then went through the model one at a time.
+    decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
+    n_drafted, n_accepted: tokens drafted by lookup, and those of them that the model chose too.
     """
 
     text: str
@@ -29,6 +31,8 @@ class Generation:
     prefill_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     @property
     def prefill_per_second(self) -> float | None:
@@ -49,9 +53,11 @@ def generate_text(
     stop_ids: Collection[int],
     at_start: bool,
     on_piece: Callable[[str], None],
+    lookup: int = 0,
 ) -> Generation:
     """Continue `prompt_ids`; on_piece gets the text as it becomes complete.
 
+    lookup: most tokens to draft from the text so far and check in one pass; the output is the same bytes as without.
     at_start: the answer is a text of its own, not a continuation (see Tokenizer.stream). KeyboardInterrupt ends the
     run; what there is by then is returned, with finish "interrupted". Raises UsageError when the prompt is empty or
     does not fit the context.
@@ -62,6 +68,8 @@ def generate_text(
         raise UsageError(
             f"the prompt has {len(prompt_ids):,} tokens, the context holds {model.ctx:,}; shorten it or raise --ctx"
         )
+    drafts = PromptLookup(lookup)
+    drafts.extend(prompt_ids)
     decoder = tokenizer.stream(at_start=at_start)
     pieces: list[str] = []
 
@@ -71,7 +79,8 @@ def generate_text(
             on_piece(piece)
 
     finish = "length"
-    n_generated = n_decoded = 0
+    n_generated = n_decoded = n_drafted = n_accepted = 0
+    ahead: list[tuple[int, F32Array]] = []  # tokens drafted and already run, with the logits after each
     prefill = first = decode = 0.0
     begin = time.perf_counter()
     try:
@@ -88,17 +97,30 @@ def generate_text(
             emit(decoder.push(token))
             if n_generated == max_tokens:
                 break
+            drafts.extend([token])
+            if ahead and ahead[0][0] == token:
+                logits = ahead.pop(0)[1]
+                n_accepted += 1
+                n_decoded += 1
+                continue
+            session.truncate(session.n_tokens - len(ahead))
             if session.n_tokens == model.ctx:
                 finish = "context"
                 break
+            room = min(model.ctx - session.n_tokens, max_tokens - n_generated)
+            draft = drafts.draft(room - 1)
             start = time.perf_counter()
-            logits = session.append([token])[0]
+            rows = session.append([token, *draft], all_logits=True)
             decode += time.perf_counter() - start
             n_decoded += 1
+            logits, ahead = rows[0], list(zip(draft, rows[1:], strict=True))
+            n_drafted += len(draft)
     except KeyboardInterrupt:
         finish = "interrupted"
     emit(decoder.finish())
-    return Generation("".join(pieces), finish, len(prompt_ids), n_generated, n_decoded, prefill, first, decode)
+    return Generation(
+        "".join(pieces), finish, len(prompt_ids), n_generated, n_decoded, prefill, first, decode, n_drafted, n_accepted
+    )
 
 
 def resident_memory() -> dict[str, int] | None:
