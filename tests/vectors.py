@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-FORMATS = Path(__file__).parents[2] / "formats"
+FORMATS = Path(__file__).parents[1] / "formats"
 FOLDER = FORMATS / "vectors"
 MANIFEST: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())
 SOUND: list[dict[str, Any]] = MANIFEST["valid"] + MANIFEST["compat"]
