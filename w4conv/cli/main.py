@@ -11,7 +11,7 @@ import typer
 import typer.main
 
 from w4conv import __version__
-from w4conv.cli import _errors, _output, bench, cat, inspect, quantize, run, verify
+from w4conv.cli import _errors, _output, bench, cat, export, inspect, quantize, run, verify
 
 EPILOG = """\
 \b
@@ -35,6 +35,7 @@ Examples:
   w4conv inspect smol.w4
   w4conv verify smol.w4 --against SmolLM2-135M/
   w4conv run smol.w4 -p 'Once upon a time'
+  w4conv export smol.w4 smol.gguf --to gguf
 """
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ for command, epilog in (
     (inspect.inspect, inspect.EPILOG),
     (verify.verify, verify.EPILOG),
     (run.run, run.EPILOG),
+    (export.export, export.EPILOG),
     (bench.bench, bench.EPILOG),
     (cat.cat, cat.EPILOG),
 ):

@@ -1,0 +1,98 @@
+"""GGUF exports in llama.cpp: it loads them, cuts text into the same tokens, and computes the same thing.
+
+llama.cpp rounds activations to 8 bits, w4conv to 16, so results agree to a percent, not to a bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import data_dir, make_llama_dir
+
+import w4conv
+from w4conv.container import open_container
+from w4conv.export import export
+from w4conv.measure.perplexity import make_windows, token_nlls
+from w4conv.runtime.tokenizer import Tokenizer
+
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the consumer; it is built from source")
+
+TEXT = """Hello, World! It's 12345.678 degrees; don't   panic...\ttab
+Grüße aus Köln — naïve café, 日本語のテキスト, русский текст. 😀👍🏽
+def f(x):
+    return x**2 + 1  # comment
+
+
+"quotes" 'single' (a+b)*c == 100% I'LL we'Ve 3rd 2024-01-02   end
+"""
+
+
+def load(path: Path, ctx: int) -> object:
+    return llama_cpp.Llama(str(path), n_ctx=ctx, n_batch=ctx, logits_all=True, verbose=False, n_threads=2)
+
+
+def logits(llm: object, ids: list[int]) -> np.ndarray:
+    llm.reset()
+    llm.eval(ids)
+    return np.array(llm.scores[: len(ids)], np.float64)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
+def test_logits_of_float_weights(tmp_path: Path, architecture: str) -> None:
+    """Nothing is quantized, so every mistake of order, name or metadata shows."""
+    make_llama_dir(tmp_path / "in", architecture=architecture, dtype="F32", hidden=64, inner=96)
+    w4conv.quantize(tmp_path / "in", tmp_path / "m.w4", scheme="f32")
+    export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
+    with w4conv.Model(tmp_path / "m.w4", kv="f32") as model:
+        ours = model.logits(ids)
+    theirs = logits(load(tmp_path / "m.gguf", 64), ids)
+    assert np.abs(ours - theirs).max() < 2e-2 * np.abs(theirs).max()  # its keys and values are FP16
+
+
+def test_a_trained_model_with_pieces(tmp_path: Path) -> None:
+    w4conv.quantize(data_dir("hf", "stories260K-f32"), tmp_path / "s.w4", group_size=32)
+    export(tmp_path / "s.w4", tmp_path / "s.gguf", to="gguf")
+    llm = load(tmp_path / "s.gguf", 256)
+    with open_container(tmp_path / "s.w4") as container:
+        tokenizer = Tokenizer(container.blobs)
+    ids = tokenizer.encode(TEXT)
+    assert llm.tokenize(TEXT.encode(), add_bos=True, special=True) == ids
+    start = tokenizer.encode("Once upon a time")
+    with w4conv.Model(tmp_path / "s.w4") as model:
+        ours = list(model.generate(start, max_tokens=12))
+    theirs = []
+    for token in llm.generate(start, temp=0.0, repeat_penalty=1.0):
+        theirs.append(token)
+        if len(theirs) == len(ours):
+            break
+    assert theirs == ours
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_perplexity_of_a_real_model(tmp_path: Path, group_size: int) -> None:
+    folder = os.environ.get("W4CONV_TEST_MODEL")
+    if folder is None:
+        pytest.skip("no real model (set W4CONV_TEST_MODEL to the directory of one, such as SmolLM2-135M-Instruct)")
+    text = data_dir("wikitext-2-raw", "wiki.test.raw").read_text()[:100_000]
+    w4conv.quantize(folder, tmp_path / "m.w4", group_size=group_size)
+    export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    llm = load(tmp_path / "m.gguf", 512)
+    with open_container(tmp_path / "m.w4") as container:
+        tokenizer = Tokenizer(container.blobs)
+        assert llm.tokenize(TEXT.encode(), add_bos=True, special=True) == tokenizer.encode(TEXT)
+        bos_id = tokenizer.bos_id if tokenizer.adds_bos else None
+        windows = make_windows(tokenizer.encode(text), convention="llama.cpp", ctx=512, bos_id=bos_id, chunks=8)
+        with w4conv.Model(container, ctx=512) as model:
+            ours = float(np.mean(token_nlls(model, windows)))
+    nlls = []
+    for window in windows.tokens.tolist():
+        rows = logits(llm, window)[256:511]
+        top = rows.max(axis=1, keepdims=True)
+        log_p = rows - top - np.log(np.exp(rows - top).sum(axis=1, keepdims=True))
+        nlls.append(-log_p[np.arange(255), window[257:512]])
+    assert math.exp(float(np.mean(nlls)) - ours) == pytest.approx(1, abs=0.01)

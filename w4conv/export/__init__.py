@@ -1,0 +1,89 @@
+"""A `.w4` container out to what other engines read: one file a format, one interface for all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from w4conv.container import STDOUT, open_container
+from w4conv.errors import UsageError
+from w4conv.export.model import ExportModel
+from w4conv.export.plan import Options, Plan
+from w4conv.export.report import ExportReport, make_report
+from w4conv.progress import Progress, Silent
+
+__all__ = ["FORMATS", "ExportReport", "export"]
+
+
+def _safetensors(model: ExportModel, options: Options) -> Plan:
+    from w4conv.export.safetensors import plan
+
+    return plan(model, options)
+
+
+def _gguf(model: ExportModel, options: Options) -> Plan:
+    from w4conv.export.gguf import plan
+
+    return plan(model, options)
+
+
+# Loaded when chosen. A new format is a file and a line here.
+FORMATS: Final[Mapping[str, Callable[[ExportModel, Options], Plan]]] = {
+    "safetensors": _safetensors,
+    "gguf": _gguf,
+}
+DTYPES: Final = ("f16", "bf16", "f32")
+DEFAULT_SHARD_SIZE: Final = "5GB"
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: str,
+    dtype: str | None = None,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write the container `path` as `out` in another format.
+
+    to: a key of FORMATS; "gguf" is a file ("-" is standard output), the others are directories in the layout of
+    Hugging Face. dtype: "f16", "bf16" or "f32", for tensors that the format does not hold coded; None is the default of
+    the format. max_shard_size: most bytes of tensors in one safetensors file ("5GB", or a number). dry_run: plan and
+    check everything but values, write nothing.
+
+    The report says of every kind of tensor whether its float32 values are those of the container; rounding is measured,
+    not assumed. The output appears whole under its name or not at all; the same container and options give the same
+    bytes. Raises UsageError, InputError (a damaged container, a model or tokenizer that the format cannot hold, a value
+    beyond the range of dtype), OutputError.
+    """
+    started = time.perf_counter()
+    path, out = Path(path), Path(out)
+    if to not in FORMATS:
+        raise UsageError(f"unknown format {to!r}; choose one of {', '.join(FORMATS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    options = Options(to, dtype, _shard_nbytes(max_shard_size))
+    with open_container(path) as container:
+        if out != STDOUT and out.exists() and out.samefile(path):
+            raise UsageError(f"{out} is the container itself. Name another output")
+        plan = FORMATS[to](ExportModel(container), options)
+        plan.check(out, overwrite=overwrite)
+        if not dry_run:
+            plan.write(out, overwrite=overwrite, progress=progress or Silent())
+        return make_report(container, plan, out, seconds=None if dry_run else time.perf_counter() - started)
+
+
+def _shard_nbytes(words: str | int) -> int:
+    text = str(words).strip().upper()
+    unit = next((u for u in _UNITS if text.endswith(u)), "")
+    number = text.removesuffix(unit).strip()
+    if not (number.isascii() and number.isdigit()) or len(number) > 15 or int(number) < 1:
+        raise UsageError(f'max-shard-size is {words!r}, expected a size such as "5GB", "500MB" or a number of bytes')
+    return int(number) * _UNITS.get(unit, 1)

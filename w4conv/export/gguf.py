@@ -1,0 +1,193 @@
+"""A GGUF file for llama.cpp: Q4_0, Q4_1 and Q8_0 where they hold the very values, floats for the rest.
+
+    "GGUF" | u32 version | u64 n_tensors | u64 n_keys | keys | tensor infos | zeros | tensors, each padded to 32
+
+    Q4_0    f16 scale, 16 bytes: byte j = code[j] | code[j + 16] << 4        value = (code - 8) * scale
+    Q4_1    f16 scale, f16 offset, the same 16 bytes                         value = code * scale + offset
+    Q8_0    f16 scale, 32 signed bytes                                       value = code * scale
+
+A group of 32 or more becomes blocks of 32 with its scale repeated, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.container import TensorInfo, check_target, open_target
+from w4conv.errors import InputError
+from w4conv.export.gguf_metadata import metadata
+from w4conv.export.gguf_values import Value, string
+from w4conv.export.huggingface import checked_blocks
+from w4conv.export.model import CodedRows, ExportModel
+from w4conv.export.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
+from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.progress import Progress
+from w4conv.scheme import QuantScheme
+from w4conv.sources.gguf import BLOCK_NAMES, ROPE_FACTORS, TOP_NAMES, stored_rows
+
+Array = npt.NDArray[np.generic]
+
+VERSION: Final = 3
+ALIGNMENT: Final = 32
+BLOCK: Final = 32
+MAX_NAME_NBYTES: Final = 63
+TYPE_IDS: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+BLOCK_NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type
+ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
+INTERLEAVED: Final = ("llama",)  # architectures whose q and k rows are stored pair after pair
+
+
+def plan(model: ExportModel, options: Options) -> Plan:
+    if model.spec.family not in ARCHITECTURES:
+        raise InputError(f"{model.container.path}: {model.spec.architecture} cannot be exported to GGUF yet")
+    return GgufPlan(model, options)
+
+
+class GgufPlan(Plan):
+    """One file, written in one pass."""
+
+    def __init__(self, model: ExportModel, options: Options) -> None:
+        architecture = ARCHITECTURES[model.spec.family]
+        self.format = options.to
+        self.architecture = model.spec.architecture
+        self.tensors = [_export(model, options, architecture, tensor, info) for tensor, info in model.tensors]
+        outputs = [output for tensor in self.tensors for output in tensor.outputs]
+        if (factors := _rope_factors(model.spec)) is not None:
+            outputs.append(Output(ROPE_FACTORS, "F32", factors.shape, factors.nbytes, lambda: iter((factors,))))
+        keys, self.notes = metadata(model, architecture, _file_type(self.tensors))
+        self._outputs = outputs
+        self._head = _head(keys, outputs)
+        nbytes = len(self._head) + sum(_padded(output.nbytes) for output in outputs)
+        self._nbytes = nbytes
+        self.files = [FileSize("", nbytes)]
+
+    def check(self, out: Path, *, overwrite: bool) -> None:
+        self.files = [FileSize(out.name, self._nbytes)]
+        check_target(out, self._nbytes, overwrite=overwrite)
+
+    def write(self, out: Path, *, overwrite: bool, progress: Progress) -> None:
+        progress.start(self._nbytes)
+        with open_target(out, self._nbytes, overwrite=overwrite) as target:
+            target.write(self._head)
+            for output in self._outputs:
+                for block in checked_blocks(output):
+                    target.write(block)
+                    progress.advance(len(block), output.name)
+                target.write(bytes(_padded(output.nbytes) - output.nbytes))
+
+
+def _export(model: ExportModel, options: Options, architecture: str, tensor: TensorSpec, info: TensorInfo) -> Exported:
+    name = _name(tensor)
+    n_heads = {"q_proj": model.spec.n_heads, "k_proj": model.spec.n_kv_heads}.get(tensor.part.removesuffix(".bias"), 0)
+    order = None
+    if n_heads and architecture in INTERLEAVED:
+        # stored_rows: row of the file of each row of ours; the inverse permutation lists our rows in the file's order.
+        order = np.argsort(stored_rows(info.shape[0] // n_heads, 0, info.shape[0]))
+    if len(info.shape) < 2:
+        return FloatWriter(model, "f32").export(info, name=name, order=order)  # llama.cpp wants vectors as F32
+    if (kind := _block_type(model, info)) is None:
+        dtype = info.scheme.kind if info.scheme.is_float else options.dtype or "f32"
+        return FloatWriter(model, dtype).export(info, name=name, order=order)
+    nbytes = info.n_values // BLOCK * BLOCK_NBYTES[kind]
+    output = Output(name, kind, info.shape, nbytes, lambda: _blocks(model, info, kind, order))
+    return Exported(info, kind, (output,))
+
+
+def _name(tensor: TensorSpec) -> str:
+    """GGUF name of a tensor, by the table that reads GGUF files."""
+    if tensor.layer is None:
+        return next(ours for ours, theirs in TOP_NAMES.items() if theirs == tensor.name)
+    module, _, ending = tensor.name.removeprefix(f"model.layers.{tensor.layer}.").rpartition(".")
+    return f"blk.{tensor.layer}.{next(o for o, t in BLOCK_NAMES.items() if t == module)}.{ending}"
+
+
+def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
+    """The type that holds the values of a matrix exactly, or None."""
+    scheme = info.scheme
+    if scheme.scale_dtype != "f16" or info.shape[1] % BLOCK:
+        return None
+    if scheme.kind in ("int4", "int8"):
+        return {"int4": "Q4_0", "int8": "Q8_0"}[scheme.kind]
+    if scheme.kind == "int4z" and all(_offsets(rows) is not None for rows in model.coded_blocks(info)):
+        return "Q4_1"
+    return None
+
+
+def _offsets(rows: CodedRows) -> npt.NDArray[np.float16] | None:
+    """-zero_point * scale as float16, or None where one of them is not a float16."""
+    offsets = -rows.zero_points.astype(np.float32) * rows.scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        rounded = offsets.astype(np.float16)
+    return rounded if np.array_equal(rounded.astype(np.float32), offsets) else None
+
+
+def _blocks(model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[np.int64] | None) -> Iterator[Array]:
+    if order is None:
+        return (_encode(rows, kind, info.scheme) for rows in model.coded_blocks(info))
+    return iter((_encode(model.whole(info), kind, info.scheme)[order],))
+
+
+def _encode(rows: CodedRows, kind: str, scheme: QuantScheme) -> npt.NDArray[np.uint8]:
+    """(n_rows, bytes of a row)."""
+    n_rows, n_columns = rows.codes.shape
+    n_blocks = n_columns // BLOCK
+    repeats = (scheme.group_size or n_columns) // BLOCK
+
+    def per_block(a: Array) -> npt.NDArray[np.uint8]:
+        spread = np.repeat(a, repeats, axis=1)[:, :n_blocks]
+        return np.ascontiguousarray(spread, "<f2").view(np.uint8).reshape(n_rows, n_blocks, 2)
+
+    parts: list[npt.NDArray[np.uint8]] = [per_block(rows.scales)]
+    codes: npt.NDArray[np.uint8] = np.ascontiguousarray(rows.codes).view(np.uint8).reshape(n_rows, n_blocks, BLOCK)
+    if kind == "Q4_1":
+        offsets = _offsets(rows)
+        assert offsets is not None
+        parts.append(per_block(offsets))
+    nibbles: npt.NDArray[np.uint8] = np.bitwise_or(codes[..., :16], codes[..., 16:] << 4, dtype=np.uint8)
+    parts.append(codes if kind == "Q8_0" else nibbles)
+    return np.concatenate(parts, axis=2).reshape(n_rows, -1)
+
+
+def _rope_factors(spec: ModelSpec) -> npt.NDArray[np.float32] | None:
+    """What llama.cpp divides each frequency by; only the scaling of Llama 3 is stored so."""
+    if spec.rope.scaling != "llama3":
+        return None
+    scaled = np.array(spec.rope.inverse_frequencies(spec.head_dim))
+    plain = np.array([spec.rope.theta ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)])
+    return np.asarray(plain / scaled, np.float32)
+
+
+def _file_type(tensors: Sequence[Exported]) -> int:
+    """general.file_type: the type of most parameters of the layers."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.info.name.startswith("model.layers."):
+            counts[tensor.becomes] = counts.get(tensor.becomes, 0) + tensor.info.n_values
+    return FILE_TYPES[max(counts, key=lambda kind: (counts[kind], kind))]
+
+
+def _head(keys: Mapping[str, Value], outputs: Sequence[Output]) -> bytes:
+    """Everything before the first tensor."""
+    parts = [struct.pack("<4sIQQ", b"GGUF", VERSION, len(outputs), len(keys))]
+    parts += [string(key) + value.data for key, value in keys.items()]
+    offset = 0
+    for output in outputs:
+        if len(output.name) > MAX_NAME_NBYTES:
+            raise InputError(f"{output.name}: names of GGUF tensors have at most {MAX_NAME_NBYTES} bytes")
+        dims = output.shape[::-1]  # fastest axis first
+        parts.append(string(output.name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
+        parts.append(struct.pack("<IQ", TYPE_IDS[output.dtype], offset))
+        offset += _padded(output.nbytes)
+    head = b"".join(parts)
+    return head + bytes(_padded(len(head)) - len(head))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

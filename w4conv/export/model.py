@@ -1,0 +1,95 @@
+"""A container as exporters see it: its model, and its matrices unpacked a block of rows at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes
+from w4conv.container import Container, TensorInfo
+from w4conv.errors import InputError
+from w4conv.models import parse_config
+from w4conv.models.spec import TensorSpec
+from w4conv.scheme import TILE_ROWS
+
+Array = npt.NDArray[np.generic]
+
+BLOCK_VALUES: Final = 1 << 22  # values unpacked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Rows of a quantized matrix.
+
+    codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16 or float32.
+    zero_points: (n_rows, n_groups) uint8 for int4z; for int4 all 8.
+    """
+
+    codes: Array
+    scales: Array
+    zero_points: npt.NDArray[np.uint8]
+
+
+class ExportModel:
+    """spec: the model. tensors: what it needs, in order, each with its place in the container. config: parsed."""
+
+    def __init__(self, container: Container) -> None:
+        """Raises InputError when the container does not hold the model that its config describes."""
+        self.container = container
+        self.config: dict[str, Any] = json.loads(container.blobs.get("config.json", b"{}"))
+        self.spec = parse_config(self.config)
+        self.tensors: list[tuple[TensorSpec, TensorInfo]] = []
+        for tensor in self.spec.tensors():
+            info = container.tensors.get(tensor.name)
+            if info is None or info.shape != tensor.shape:
+                found = "is missing" if info is None else f"has shape {info.shape}"
+                raise InputError(f"{container.path}: {tensor.name} {found}; config.json asks for {tensor.shape}")
+            self.tensors.append((tensor, info))
+        if unknown := container.tensors.keys() - {tensor.name for tensor, _ in self.tensors}:
+            raise InputError(f"{container.path}: {min(unknown)} is no tensor of {self.spec.architecture}")
+
+    @property
+    def blobs(self) -> Mapping[str, bytes]:
+        return self.container.blobs
+
+    def coded(self, info: TensorInfo, rows: slice) -> CodedRows:
+        """Some rows of a quantized matrix; `rows` starts on a tile."""
+        n_columns = info.shape[1]
+        n_rows = rows.stop - rows.start
+        tiles = slice(rows.start // TILE_ROWS, codes.n_tiles(rows.stop))
+        n_tiles = tiles.stop - tiles.start
+        scheme = info.scheme
+
+        def part(kind: str) -> npt.NDArray[np.uint8]:
+            raw = self.container.part(info.name, kind)
+            return np.ascontiguousarray(raw.reshape(codes.n_tiles(info.shape[0]), -1)[tiles], np.uint8)
+
+        def per_row(kind: str, dtype: np.dtype[Any]) -> Array:
+            tiled: Array = part(kind).reshape(-1).view(dtype).reshape(1, n_tiles, scheme.n_groups(n_columns), TILE_ROWS)
+            rows_of: Array = codes.unpack_rows(tiled, n_rows)[0]
+            return rows_of
+
+        dwords = part("codes").reshape(-1).view("<u4").reshape(1, n_tiles, -1, TILE_ROWS)
+        scales = per_row("scales", codes.SCALE_DTYPES[scheme.scale_dtype])
+        zero_points = np.full(scales.shape, codes.INT4_PAD, np.uint8)
+        if scheme.kind == "int4z":
+            zero_points = per_row("zero_points", np.dtype("u1")).astype(np.uint8, copy=False)
+        return CodedRows(codes.unpack(scheme, dwords, n_rows, n_columns)[0], scales, zero_points)
+
+    def whole(self, info: TensorInfo) -> CodedRows:
+        return self.coded(info, slice(0, info.shape[0]))
+
+    def coded_blocks(self, info: TensorInfo) -> Iterator[CodedRows]:
+        return (self.coded(info, rows) for rows in row_blocks(info))
+
+
+def row_blocks(info: TensorInfo) -> Iterator[slice]:
+    """Slices of the rows of a matrix: whole tiles of bounded size."""
+    n_rows, n_columns = info.shape
+    step = max(BLOCK_VALUES // max(n_columns, 1) // TILE_ROWS, 1) * TILE_ROWS
+    return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
