@@ -1,0 +1,51 @@
+"""The engine under the address, undefined-behaviour and thread sanitizers, on the lowest and the highest tier."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from w4conv import kernels
+
+NATIVE = Path(__file__).parents[2] / "native"
+PROGRAM = Path(__file__).with_name("engine_digest.cpp")
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+AVX512 = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+TIERS = {
+    "scalar": ("kScalarKernels", []),
+    "avx2": ("kAvx2Kernels", ["-mavx2", "-mfma", "-mf16c"]),
+    "avx512": ("kAvx512Kernels", AVX512),
+    "avx512vnni": ("kAvx512VnniKernels", [*AVX512, "-mavx512vnni"]),
+}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build with")
+
+
+def digest(folder: Path, tier: str, sanitizers: str) -> str:
+    """Build the program for one tier, run it, and return the digest that it prints; a finding fails the run."""
+    table, flags = TIERS[tier]
+    program = folder / f"{tier}-{sanitizers.replace(',', '-')}"
+    include = [f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'src'}"]
+    common = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-Wno-psabi", f"-fsanitize={sanitizers}"]
+    common += ["-fno-sanitize-recover=all", "-pthread", f"-DTIER={table}", *include]
+    # Vector flags are for the tier's own file alone, as in the build.
+    kernel = folder / f"{program.name}.o"
+    source = NATIVE / "src/kernels" / f"{tier}.cpp"
+    subprocess.run([str(COMPILER), *common, *flags, "-c", str(source), "-o", str(kernel)], check=True)
+    sources = [PROGRAM, *sorted((NATIVE / "src/engine").glob("*.cpp")), kernel]
+    subprocess.run([str(COMPILER), *common, *map(str, sources), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_no_sanitizer_finds_anything_and_all_agree(tmp_path: Path) -> None:
+    lowest, highest = kernels.isa_tiers()[0], kernels.isa_tiers()[-1]
+    checked = digest(tmp_path, lowest, "address,undefined")
+    assert len(checked) == 16
+    assert digest(tmp_path, highest, "address,undefined") == checked
+    assert digest(tmp_path, highest, "thread") == checked
