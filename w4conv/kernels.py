@@ -242,6 +242,14 @@ def dot_instruction() -> str:
     return _native.dot_instruction()
 
 
+def explain_lost_pages() -> None:
+    """From now on a mapped file that is shortened under this process ends it with a message and exit code 3.
+
+    Without it, that is a bare SIGBUS. For programs to call: there is one handler in a process.
+    """
+    _native.explain_lost_pages()
+
+
 def build_info() -> str:
     """Compiler and build type of the native module."""
     return _native.BUILD

@@ -16,6 +16,7 @@
 #include "engine/calibrated.h"
 #include "engine/convert.h"
 #include "engine/model.h"
+#include "lost_pages.h"
 #include "w4conv/cpu.h"
 
 namespace nb = nanobind;
@@ -323,6 +324,7 @@ NB_MODULE(_native, m) {
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "top"_a,
         "scales"_a, "errors"_a);
 
+  m.def("explain_lost_pages", &explain_lost_pages);
   m.def("read", &read_all, "pool"_a, "data"_a);
 
   nb::class_<Session>(m, "Session")

@@ -104,7 +104,9 @@ def _shard_index(raw: bytes) -> None:
 
 
 def _index_seeds() -> list[bytes]:
-    names = ["model.norm.weight", "lm_head.weight"]
+    _, weights = _checkpoint()
+    names = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
+    names.pop("__metadata__", None)
     return [json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}).encode()]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -38,6 +40,19 @@ Examples:
   w4conv export smol.w4 smol.gguf --to gguf
 """
 
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that says so when a file is shortened under it. All but inspect, which touches headers only."""
+
+    @functools.wraps(command)
+    def call(*args: object, **options: object) -> None:
+        from w4conv import kernels
+
+        kernels.explain_lost_pages()
+        command(*args, **options)
+
+    return call
+
+
 app = typer.Typer(
     name="w4conv",
     epilog=EPILOG,
@@ -54,7 +69,7 @@ for command, epilog in (
     (bench.bench, bench.EPILOG),
     (cat.cat, cat.EPILOG),
 ):
-    app.command(epilog=epilog)(command)
+    app.command(epilog=epilog)(command if command is inspect.inspect else _guarded(command))
 
 
 def _show_version(value: bool) -> None:
