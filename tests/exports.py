@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,6 @@ from helpers import make_llama_dir
 from w4files import as_bytes, random_parts
 
 import w4conv
-from w4conv import codes
 from w4conv.container import TensorPlan, Writer, open_container, plan
 from w4conv.scheme import QuantScheme
 
@@ -73,10 +73,6 @@ def same(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
     return a.shape == b.shape and np.array_equal(a, b)
 
 
-def config(directory: Path) -> dict[str, object]:
-    out: dict[str, object] = json.loads((directory / "config.json").read_text())
+def config(directory: Path) -> dict[str, Any]:
+    out: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return out
-
-
-def bf16(values: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return codes.bf16_to_f32(values)

@@ -14,7 +14,7 @@ from w4conv.export import FORMATS as LIBRARY_FORMATS
 
 
 def test_words_are_those_of_the_library() -> None:
-    assert tuple(LIBRARY_FORMATS) == FORMATS
+    assert LIBRARY_FORMATS == FORMATS
     assert LIBRARY_DTYPES == DTYPES
 
 

@@ -30,7 +30,7 @@ def read_safetensors(directory: Path) -> dict[str, F32]:
         raw = file.read_bytes()
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length])
-        assert header["__metadata__"] == {"format": "pt"}
+        assert header["__metadata__"]["format"] == "pt"
         with safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a mapping
                 entry = header[name]

@@ -14,7 +14,7 @@ from w4conv.cli._progress import progress_bar
 if TYPE_CHECKING:
     from w4conv.export.report import ExportReport, ExportTotal
 
-FORMATS = ("safetensors", "gguf")
+FORMATS = ("safetensors", "gguf", "compressed-tensors", "gptq", "awq", "mlx")
 DTYPES = ("f16", "bf16", "f32")
 EPILOG = """\
 \b
@@ -36,7 +36,7 @@ def export(
         str | None,
         typer.Option(
             metavar="|".join(DTYPES),
-            help="Type of matrices that the format does not hold coded [default: f32, which is exact]",
+            help="Type of matrices that are not held coded [default: f32, exact; in 4-bit directories f16]",
             autocompletion=one_of(DTYPES),
         ),
     ] = None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,23 +19,16 @@ from w4conv.progress import Progress, Silent
 __all__ = ["FORMATS", "ExportReport", "export"]
 
 
-def _safetensors(model: ExportModel, options: Options) -> Plan:
-    from w4conv.export.safetensors import plan
-
-    return plan(model, options)
-
-
-def _gguf(model: ExportModel, options: Options) -> Plan:
-    from w4conv.export.gguf import plan
-
-    return plan(model, options)
-
-
-# Loaded when chosen. A new format is a file and a line here.
-FORMATS: Final[Mapping[str, Callable[[ExportModel, Options], Plan]]] = {
-    "safetensors": _safetensors,
-    "gguf": _gguf,
+# A format is a module here, loaded when chosen, that offers plan(model, options).
+_MODULES: Final[Mapping[str, str]] = {
+    "safetensors": "safetensors",
+    "gguf": "gguf",
+    "compressed-tensors": "compressed_tensors",
+    "gptq": "gptq",
+    "awq": "awq",
+    "mlx": "mlx",
 }
+FORMATS: Final = tuple(_MODULES)
 DTYPES: Final = ("f16", "bf16", "f32")
 DEFAULT_SHARD_SIZE: Final = "5GB"
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -53,7 +47,7 @@ def export(
 ) -> ExportReport:
     """Write the container `path` as `out` in another format.
 
-    to: a key of FORMATS; "gguf" is a file ("-" is standard output), the others are directories in the layout of
+    to: one of FORMATS; "gguf" is a file ("-" is standard output), the others are directories in the layout of
     Hugging Face. dtype: "f16", "bf16" or "f32", for tensors that the format does not hold coded; None is the default of
     the format. max_shard_size: most bytes of tensors in one safetensors file ("5GB", or a number). dry_run: plan and
     check everything but values, write nothing.
@@ -73,7 +67,8 @@ def export(
     with open_container(path) as container:
         if out != STDOUT and out.exists() and out.samefile(path):
             raise UsageError(f"{out} is the container itself. Name another output")
-        plan = FORMATS[to](ExportModel(container), options)
+        module = importlib.import_module(f"w4conv.export.{_MODULES[to]}")
+        plan: Plan = module.plan(ExportModel(container), options)
         plan.check(out, overwrite=overwrite)
         if not dry_run:
             plan.write(out, overwrite=overwrite, progress=progress or Silent())

@@ -25,10 +25,10 @@ from w4conv.export.gguf_metadata import metadata
 from w4conv.export.gguf_values import Value, string
 from w4conv.export.huggingface import checked_blocks
 from w4conv.export.model import CodedRows, ExportModel
+from w4conv.export.packed import offsets, spread
 from w4conv.export.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.progress import Progress
-from w4conv.scheme import QuantScheme
 from w4conv.sources.gguf import BLOCK_NAMES, ROPE_FACTORS, TOP_NAMES, stored_rows
 
 Array = npt.NDArray[np.generic]
@@ -115,41 +115,32 @@ def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
         return None
     if scheme.kind in ("int4", "int8"):
         return {"int4": "Q4_0", "int8": "Q8_0"}[scheme.kind]
-    if scheme.kind == "int4z" and all(_offsets(rows) is not None for rows in model.coded_blocks(info)):
+    if scheme.kind == "int4z" and offsets(model.scales(info), info) is not None:
         return "Q4_1"
     return None
 
 
-def _offsets(rows: CodedRows) -> npt.NDArray[np.float16] | None:
-    """-zero_point * scale as float16, or None where one of them is not a float16."""
-    offsets = -rows.zero_points.astype(np.float32) * rows.scales.astype(np.float32)
-    with np.errstate(over="ignore"):
-        rounded = offsets.astype(np.float16)
-    return rounded if np.array_equal(rounded.astype(np.float32), offsets) else None
-
-
 def _blocks(model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[np.int64] | None) -> Iterator[Array]:
     if order is None:
-        return (_encode(rows, kind, info.scheme) for rows in model.coded_blocks(info))
-    return iter((_encode(model.whole(info), kind, info.scheme)[order],))
+        return (_encode(rows, kind, info) for rows in model.coded_blocks(info))
+    return iter((_encode(model.whole(info), kind, info)[order],))
 
 
-def _encode(rows: CodedRows, kind: str, scheme: QuantScheme) -> npt.NDArray[np.uint8]:
+def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint8]:
     """(n_rows, bytes of a row)."""
     n_rows, n_columns = rows.codes.shape
     n_blocks = n_columns // BLOCK
-    repeats = (scheme.group_size or n_columns) // BLOCK
 
-    def per_block(a: Array) -> npt.NDArray[np.uint8]:
-        spread = np.repeat(a, repeats, axis=1)[:, :n_blocks]
-        return np.ascontiguousarray(spread, "<f2").view(np.uint8).reshape(n_rows, n_blocks, 2)
+    def per_block(per_group: Array) -> npt.NDArray[np.uint8]:
+        halves = np.ascontiguousarray(spread(per_group, info, BLOCK), "<f2")
+        return halves.view(np.uint8).reshape(n_rows, n_blocks, 2)
 
-    parts: list[npt.NDArray[np.uint8]] = [per_block(rows.scales)]
+    parts: list[npt.NDArray[np.uint8]] = [per_block(rows.scales.scales)]
     codes: npt.NDArray[np.uint8] = np.ascontiguousarray(rows.codes).view(np.uint8).reshape(n_rows, n_blocks, BLOCK)
     if kind == "Q4_1":
-        offsets = _offsets(rows)
-        assert offsets is not None
-        parts.append(per_block(offsets))
+        minimum = offsets(rows.scales, info)
+        assert minimum is not None  # found before
+        parts.append(per_block(minimum))
     nibbles: npt.NDArray[np.uint8] = np.bitwise_or(codes[..., :16], codes[..., 16:] << 4, dtype=np.uint8)
     parts.append(codes if kind == "Q8_0" else nibbles)
     return np.concatenate(parts, axis=2).reshape(n_rows, -1)

@@ -47,9 +47,13 @@ class HuggingFacePlan(Plan):
         dtype: str,
         quantization: Mapping[str, Any] | None = None,
         writer: str = "pt",
+        sidecars: Mapping[str, bytes] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        """dtype: of the model ("f16", ...). quantization: keys to add to config.json. writer: for __metadata__."""
+        """dtype: of the model ("f16", ...). quantization: keys to add to config.json. writer: for __metadata__.
+
+        sidecars: further files.
+        """
         self.format = options.to
         self.architecture = model.spec.architecture
         self.tensors = tensors
@@ -57,7 +61,7 @@ class HuggingFacePlan(Plan):
         self._shards = _shards(tensors, options.max_shard_nbytes, writer)
         config = _config(model.config, dtype) | dict(quantization or {})
         self._sidecars = {name: data for name, data in sorted(model.blobs.items()) if name != "config.json"}
-        self._sidecars |= {"config.json": _json(config)}
+        self._sidecars |= {**(sidecars or {}), "config.json": _json(config)}
         if len(self._shards) > 1:
             self._sidecars[_INDEX] = _index(self._shards)
         sizes = {shard.name: shard.nbytes for shard in self._shards}

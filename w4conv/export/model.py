@@ -23,16 +23,22 @@ BLOCK_VALUES: Final = 1 << 22  # values unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
-class CodedRows:
-    """Rows of a quantized matrix.
+class Scales:
+    """Scales of some rows of a quantized matrix.
 
-    codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16 or float32.
-    zero_points: (n_rows, n_groups) uint8 for int4z; for int4 all 8.
+    scales: (n_rows, n_groups) float16 or float32. zero_points: (n_rows, n_groups) uint8 for int4z; else all 8.
     """
 
-    codes: Array
     scales: Array
     zero_points: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Rows of a quantized matrix. codes: (n_rows, n_columns) uint8 0..15, or int8."""
+
+    codes: Array
+    scales: Scales
 
 
 class ExportModel:
@@ -59,27 +65,32 @@ class ExportModel:
 
     def coded(self, info: TensorInfo, rows: slice) -> CodedRows:
         """Some rows of a quantized matrix; `rows` starts on a tile."""
-        n_columns = info.shape[1]
-        n_rows = rows.stop - rows.start
-        tiles = slice(rows.start // TILE_ROWS, codes.n_tiles(rows.stop))
-        n_tiles = tiles.stop - tiles.start
+        n_tiles = codes.n_tiles(rows.stop) - rows.start // TILE_ROWS
+        dwords = self._tiles(info, "codes", rows).reshape(-1).view("<u4").reshape(1, n_tiles, -1, TILE_ROWS)
+        unpacked = codes.unpack(info.scheme, dwords, rows.stop - rows.start, info.shape[1])[0]
+        return CodedRows(unpacked, self.scales(info, rows))
+
+    def scales(self, info: TensorInfo, rows: slice | None = None) -> Scales:
+        """The scales of a quantized matrix, or of some rows that start on a tile; its codes are not read."""
+        taken = rows or slice(0, info.shape[0])
         scheme = info.scheme
 
-        def part(kind: str) -> npt.NDArray[np.uint8]:
-            raw = self.container.part(info.name, kind)
-            return np.ascontiguousarray(raw.reshape(codes.n_tiles(info.shape[0]), -1)[tiles], np.uint8)
-
         def per_row(kind: str, dtype: np.dtype[Any]) -> Array:
-            tiled: Array = part(kind).reshape(-1).view(dtype).reshape(1, n_tiles, scheme.n_groups(n_columns), TILE_ROWS)
-            rows_of: Array = codes.unpack_rows(tiled, n_rows)[0]
-            return rows_of
+            raw = self._tiles(info, kind, taken)
+            tiled: Array = raw.reshape(-1).view(dtype).reshape(1, len(raw), scheme.n_groups(info.shape[1]), TILE_ROWS)
+            unpacked: Array = codes.unpack_rows(tiled, taken.stop - taken.start)[0]
+            return unpacked
 
-        dwords = part("codes").reshape(-1).view("<u4").reshape(1, n_tiles, -1, TILE_ROWS)
         scales = per_row("scales", codes.SCALE_DTYPES[scheme.scale_dtype])
         zero_points = np.full(scales.shape, codes.INT4_PAD, np.uint8)
         if scheme.kind == "int4z":
             zero_points = per_row("zero_points", np.dtype("u1")).astype(np.uint8, copy=False)
-        return CodedRows(codes.unpack(scheme, dwords, n_rows, n_columns)[0], scales, zero_points)
+        return Scales(scales, zero_points)
+
+    def _tiles(self, info: TensorInfo, kind: str, rows: slice) -> npt.NDArray[np.uint8]:
+        """(n_tiles, bytes of a tile) of a part: a part is an array over tiles, so a run of tiles is a run of bytes."""
+        raw = self.container.part(info.name, kind).reshape(codes.n_tiles(info.shape[0]), -1)
+        return np.ascontiguousarray(raw[rows.start // TILE_ROWS : codes.n_tiles(rows.stop)], np.uint8)
 
     def whole(self, info: TensorInfo) -> CodedRows:
         return self.coded(info, slice(0, info.shape[0]))

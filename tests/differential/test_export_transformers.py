@@ -1,0 +1,49 @@
+"""Exported directories in transformers: plain ones, and compressed-tensors through the package of that name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exports import converted
+
+import w4conv
+from w4conv.export import export
+
+torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
+transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
+
+IDS = np.random.default_rng(0).integers(0, 300, 24).tolist()
+
+
+def reference(path: Path, tmp_path: Path) -> np.ndarray:
+    """Our engine in float32 on the very values of the container."""
+    export(path, tmp_path / "f32", to="safetensors")
+    w4conv.quantize(tmp_path / "f32", tmp_path / "f32.w4", scheme="f32")
+    with w4conv.Model(tmp_path / "f32.w4", kv="f32") as model:
+        return model.logits(IDS)
+
+
+def logits(directory: Path) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_safetensors(tmp_path: Path, architecture: str) -> None:
+    path = converted(tmp_path, architecture=architecture)
+    expected = reference(path, tmp_path)
+    assert np.abs(logits(tmp_path / "f32") - expected).max() < 1e-3
+
+
+@pytest.mark.filterwarnings("default")  # of the package's own
+@pytest.mark.parametrize("group_size", [32, 64, "row"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16"])
+def test_compressed_tensors(tmp_path: Path, group_size: int | str, scheme: str) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is the consumer; install the oracle group")
+    path = converted(tmp_path, group_size=group_size, scheme=scheme, inner=128)
+    report = export(path, tmp_path / "out", to="compressed-tensors", dtype="f32")
+    assert report.exact
+    assert np.abs(logits(tmp_path / "out") - reference(path, tmp_path)).max() < 1e-3
