@@ -14,19 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import __version__, codes, kernels
+from w4conv.calibration import CalibrationText, Calibrator, read_calibration
 from w4conv.container import STDOUT, Journal, Layout, TensorPlan, Writer, check_target, open_target, plan, stamp
 from w4conv.digests import FileDigests
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
+from w4conv.quantization.calibrated import METHODS, Solution
 from w4conv.quantization.recipe import Recipe, make_recipe
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 
 TOOL: Final = f"w4conv {__version__}"
-METHOD: Final = "rtn"
 BLOCK_NBYTES: Final = 1 << 25  # of source values held at a time
 HEAD: Final = "lm_head.weight"
 # Buffers that old checkpoints carry and that follow from the config.
@@ -68,6 +69,7 @@ class ConversionReport:
     bits_per_weight: float
     schemes: tuple[SchemeTotal, ...]
     notes: tuple[str, ...]
+    method: str = "rtn"
     seconds: float | None = None
     mb_per_second: float | None = None
     digest: str | None = None
@@ -80,6 +82,10 @@ def quantize(
     scheme: str = "w4a16",
     group_size: int | str = 128,
     embeddings: str | None = None,
+    method: str | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    calibration_tokens: int = 16384,
+    calibration_ctx: int = 512,
     threads: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -90,9 +96,17 @@ def quantize(
 
     scheme: "w4a16", "w8a16", "f16", "bf16", "f32" or "keep" for linear weights. group_size: 32, 64, 128, 256, or "row".
     embeddings: "int8", "int4", "f16" or "keep" for embedding and head; None means int8 for w4a16 and w8a16, else as the
-    scheme. Vectors keep the type they have. threads: None for as many as this process may use. out: "-" is standard
-    output. resume: go on after the last whole tensor of an interrupted conversion of this source with these options,
-    and if this one is interrupted, leave it to be resumed. dry_run: plan and check everything but the values, write
+    scheme. Vectors keep the type they have.
+
+    method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "gptq" (scales searched,
+    each column rounded with the errors of those before it in mind), or "best" (of all, for each matrix); None means
+    best with calibration, else rtn. All but rtn need calibration, a text on which activations are observed:
+    calibration_tokens of it in sequences of calibration_ctx, spread over the text. They keep what rtn makes of a matrix
+    where its outputs are nearer to the source's on sequences held out.
+
+    threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
+    tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
+    be resumed; calibration starts again. dry_run: plan and check everything but the values, write
     nothing.
 
     The file appears whole under its name or not at all. The same source and options give the same bytes, resumed or
@@ -104,12 +118,14 @@ def quantize(
     recipe = make_recipe(scheme, group_size=group_size, embeddings=embeddings)
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, expected 1 or more")
+    method = _method(recipe, method, calibration)
     if resume and out == STDOUT:
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
     with open_source(src) as source:
         _refuse_same_file(source, out)
-        conversion = _Conversion(source, recipe)
+        text = None if calibration is None else (Path(calibration), calibration_tokens, calibration_ctx)
+        conversion = _Conversion(source, recipe, method, text)
         check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return conversion.report(out)
@@ -117,6 +133,21 @@ def quantize(
             out, overwrite=overwrite, resume=resume, threads=threads, progress=progress or Silent()
         )
     return conversion.report(out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
+
+
+def _method(recipe: Recipe, method: str | None, calibration: object) -> str:
+    if method is not None and method not in METHODS:
+        raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+    chosen = method or ("rtn" if calibration is None else "best")
+    if chosen == "rtn" and calibration is not None:
+        raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
+    if chosen != "rtn" and calibration is None:
+        raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
+    if chosen != "rtn" and not recipe.linear.startswith("int"):
+        raise UsageError(
+            f"scheme {recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
+        )
+    return chosen
 
 
 def _refuse_out_in_source(src: Path, out: Path) -> None:
@@ -141,11 +172,17 @@ def _refuse_same_file(source: Source, out: Path) -> None:
 class _Conversion:
     """One source planned by one recipe."""
 
-    def __init__(self, source: Source, recipe: Recipe) -> None:
+    def __init__(self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None) -> None:
+        """calibration: the text, and how many tokens of it in sequences of how many."""
         self._source = source
         self._recipe = recipe
+        self._method = method
         self._notes = list(source.notes)
         self._spec = self._parse_spec()
+        self._text: CalibrationText | None = None
+        if calibration is not None:
+            path, tokens, ctx = calibration
+            self._text = read_calibration(path, source.blobs, self._spec, tokens=tokens, ctx=ctx)
         tensors = self._plan_tensors()
         self._file_nbytes = [file.stat().st_size for file in source.files]
         blobs = {name: source.blobs[name] for name in sorted(source.blobs)}
@@ -213,7 +250,7 @@ class _Conversion:
         files = zip(self._source.files, self._file_nbytes, strict=True)
         record: dict[str, Any] = {
             "tool": TOOL,
-            "method": METHOD,
+            "method": self._method,
             "scheme": self._recipe.scheme,
             "embeddings": self._recipe.embeddings,
             "source": {
@@ -224,6 +261,8 @@ class _Conversion:
         }
         if not all(t.scheme.is_float for t in tensors):
             record["group_size"] = self._recipe.group_size
+        if self._text is not None:
+            record["calibration"] = self._text.record()
         return record
 
     def write(
@@ -232,6 +271,9 @@ class _Conversion:
         """(conversion digest, notes on the values)."""
         itemsize = {name: codes.VALUE_DTYPES[t.dtype.lower()].itemsize for name, t in self._source.tensors.items()}
         progress.start(sum(t.n_values * itemsize[t.name] for t in self.layout.tensors.values()))
+        calibrator, calibrated = self._calibrator(threads, progress), set()
+        if calibrator is not None:
+            calibrated = {t.name for t in self._spec.tensors() if t.role == "linear"}
         n_underflowed = n_tensors = n_kept = 0
         sources = stamp(self._source.files)
         with (
@@ -242,14 +284,20 @@ class _Conversion:
             for name, info in self.layout.tensors.items():
                 if name != writer.due:
                     n_kept += 1
-                    progress.advance(info.n_values * itemsize[name], name)
+                    if name not in calibrated:  # those are solved again
+                        progress.advance(info.n_values * itemsize[name], name)
                     continue
-                n = self._write_tensor(writer, name, info.scheme, threads, progress)
+                if calibrator is not None and name in calibrated:
+                    n = _write_solution(writer, name, calibrator.take(name))
+                else:
+                    n = self._write_tensor(writer, name, info.scheme, threads, progress)
                 n_underflowed += n
                 n_tensors += n > 0
             digest = writer.finish(digests.result())
             left = target.removed
         notes = []
+        if calibrator is not None:
+            notes.append(calibrator.note())
         if left:
             notes.append("what an interrupted conversion had left was removed")
         if n_kept:
@@ -260,6 +308,13 @@ class _Conversion:
                 "they became zeros"
             )
         return digest, tuple(notes)
+
+    def _calibrator(self, threads: int | None, progress: Progress) -> Calibrator | None:
+        if self._text is None:
+            return None
+        return Calibrator(
+            self._source, self._spec, self.layout, self._text, self._method, threads=threads, solved=progress.advance
+        )
 
     def _write_tensor(
         self, writer: Writer, name: str, scheme: QuantScheme, threads: int | None, progress: Progress
@@ -341,10 +396,17 @@ class _Conversion:
             bits_per_weight=8 * sum(t.nbytes for t in tensors) / n_parameters,
             schemes=tuple(totals.values()),
             notes=(*self._notes, *notes),
+            method=self._method,
             seconds=seconds,
             mb_per_second=input_nbytes / seconds / 1e6 if seconds else None,
             digest=digest,
         )
+
+
+def _write_solution(writer: Writer, name: str, solution: Solution) -> int:
+    writer.write(name, "codes", solution.codes)
+    writer.write(name, "scales", solution.scales)
+    return solution.n_underflowed
 
 
 def _bits(values: Array) -> Array:

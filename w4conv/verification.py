@@ -200,7 +200,7 @@ def _kept(source: str | os.PathLike[str], threads: int | None, progress: Progres
 def _round_trip_failures(round_trip: RoundTrip, min_sqnr: float | None) -> list[str]:
     out = []
     if round_trip.same_codes is False:
-        others = [t.name for t in round_trip.tensors if not t.same_codes]
+        others = [t.name for t in round_trip.tensors if t.same_codes is False]
         out.append(
             f"{others[0]}{f' and {len(others) - 1} more tensors' if others[1:] else ''}: the bytes are not what "
             f"{round_trip.method} makes of {round_trip.source}; it is another checkpoint, or the container was altered"

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 SCHEMES = ("w4a16", "w8a16", "f16", "bf16", "f32", "keep")
 GROUP_SIZES = ("32", "64", "128", "256", "row")
+METHODS = ("rtn", "search", "gptq", "best")
 EMBEDDINGS = ("int8", "int4", "f16", "keep")
 EPILOG = """\
 \b
 Examples:
   w4conv quantize SmolLM2-135M/ smol.w4
   w4conv quantize model.gguf model.w4 --group-size 64
+  w4conv quantize in/ out.w4 --calibration book.txt
   w4conv quantize in/ out.w4 --dry-run
   w4conv quantize in/ - | ssh host 'cat > out.w4'
 """
@@ -48,6 +50,21 @@ def quantize(
             autocompletion=one_of(EMBEDDINGS),
         ),
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(METHODS),
+            help="How linear weights are rounded [default: best with --calibration, else rtn]",
+            autocompletion=one_of(METHODS),
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="UTF-8 text on which activations are observed")
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of it to use, spread over the whole")
+    ] = 16384,
+    calibration_ctx: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence")] = 512,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
     resume: Annotated[
@@ -77,6 +94,10 @@ def quantize(
                 scheme=scheme,
                 group_size=group_size,
                 embeddings=embeddings,
+                method=method,
+                calibration=calibration,
+                calibration_tokens=calibration_tokens,
+                calibration_ctx=calibration_ctx,
                 threads=threads,
                 overwrite=overwrite,
                 resume=resume,
@@ -110,6 +131,8 @@ def as_text(report: ConversionReport) -> str:
     if report.digest is not None:
         pairs.append(("digest", report.digest))
     pairs += [("note", note) for note in report.notes]
+    if report.scheme == "w4a16" and report.method == "rtn":
+        pairs.append(("hint", "--calibration TEXT takes longer and loses less (docs/accuracy.md)"))
     rows = [
         (t.scheme, f"{t.n_tensors:,}", _output.count(t.n_parameters), _output.nbytes(t.nbytes)) for t in report.schemes
     ]

@@ -129,7 +129,7 @@ def round_trip_text(r: RoundTrip) -> str:
     made = {
         True: f"exactly what {r.method} makes of it",
         False: f"NOT what {r.method} makes of it",
-        None: f"not made again: method {r.method}",
+        None: _not_made_again(r),
     }[r.same_codes]
     head = _output.facts([("against", f"{r.source} ({r.source_kind})"), ("source files", same), ("codes", made)])
     worst = sorted(
@@ -141,6 +141,12 @@ def round_trip_text(r: RoundTrip) -> str:
     rows += [(f"lowest {i}: {t.name}", *_cells(t.distortion)) for i, t in enumerate(worst, 1)]
     columns = ("", "SQNR dB", "worst group", "RMSE", "max error", "cosine")
     return head + "\n" + _output.table(columns, rows)
+
+
+def _not_made_again(r: RoundTrip) -> str:
+    n = sum(t.same_codes is None for t in r.tensors)
+    text = f", blake3 {str(r.calibration.get('text_blake3'))[:16]}.." if r.calibration else ""
+    return f"{n} matrices not made again: {r.method} needs its calibration text{text}; all others exactly as recorded"
 
 
 def _cells(d: Distortion) -> tuple[str, ...]:

@@ -15,11 +15,13 @@ from w4conv.container import Container, TensorInfo
 from w4conv.digests import FileDigests
 from w4conv.errors import InputError
 from w4conv.measure.distortion import Distortion, DistortionMeter
+from w4conv.models import parse_config
 from w4conv.progress import Progress
+from w4conv.quantization.calibrated import METHODS
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
 
-REPEATABLE_METHOD: Final = "rtn"
+REPEATABLE_METHOD: Final = "rtn"  # the others depend on a text that the container does not hold
 _BLOCK_VALUES: Final = 1 << 20  # values compared at a time: some 40 MB of float64 temporaries
 
 Array = npt.NDArray[np.generic]
@@ -40,8 +42,9 @@ class RoundTrip:
     """The container against a source.
 
     changed_files: names of source files that are not, byte for byte, those that the container records.
-    same_codes: whether every tensor's bytes are what the recorded method makes of this source; None when that method
-    cannot be repeated here. overall: all tensors pooled; quantized: those with codes pooled, None when there are none.
+    same_codes: whether every tensor's bytes are what the recorded method makes of this source; None when all that can
+    be made again are, and others would need the calibration text. calibration: the container's record of that text.
+    overall: all tensors pooled; quantized: those with codes pooled, None when there are none.
     """
 
     source: str
@@ -49,6 +52,7 @@ class RoundTrip:
     changed_files: tuple[str, ...]
     method: str
     same_codes: bool | None
+    calibration: dict[str, Any] | None
     overall: Distortion
     quantized: Distortion | None
     tensors: tuple[TensorRoundTrip, ...]
@@ -74,14 +78,14 @@ def check_fits(container: Container, source: Source) -> None:
 def compare(container: Container, source: Source, *, threads: int | None, progress: Progress) -> RoundTrip:
     """Compare every tensor, a block of rows at a time. `check_fits` holds."""
     method = str(container.provenance.get("method"))
-    repeatable = method == REPEATABLE_METHOD
+    calibrated = _calibrated(container, method)
     overall, quantized = DistortionMeter(), DistortionMeter()
     tensors = []
     progress.start(sum(info.nbytes for info in container.tensors.values()))
     with FileDigests(source.files) as digests:
         for name, info in container.tensors.items():
             meter = DistortionMeter(info.scheme.group_size)
-            same = True
+            same, repeatable = True, name not in calibrated
             for block in _blocks(container, info, source):
                 meter.add(block.values_f32(), block.restored())
                 same = same and repeatable and block.made_again(threads)
@@ -96,11 +100,26 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
         source_kind=source.kind,
         changed_files=_changed(_recorded_files(container), found),
         method=method,
-        same_codes=all(t.same_codes for t in tensors) if repeatable else None,
+        same_codes=_all_same([t.same_codes for t in tensors]),
+        calibration=container.provenance.get("calibration"),
         overall=overall.result(),
         quantized=quantized.result() if any(not i.scheme.is_float for i in container.tensors.values()) else None,
         tensors=tuple(tensors),
     )
+
+
+def _calibrated(container: Container, method: str) -> set[str]:
+    """Names of the tensors that cannot be made again here: linear weights, or all where the method is not known."""
+    if method == REPEATABLE_METHOD:
+        return set()
+    if method not in METHODS:
+        return set(container.tensors)
+    spec = parse_config(json.loads(container.blobs["config.json"]))
+    return {t.name for t in spec.tensors() if t.role == "linear"}
+
+
+def _all_same(found: list[bool | None]) -> bool | None:
+    return False if False in found else None if None in found else True
 
 
 def _architecture(config: bytes) -> str:

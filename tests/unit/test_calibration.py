@@ -1,0 +1,204 @@
+"""Calibrated conversion: what is chosen, what is recorded, that the bytes depend on nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from helpers import make_llama_dir, write_safetensors
+
+from w4conv import kernels
+from w4conv.container import open_container
+from w4conv.convert import quantize
+from w4conv.errors import InputError, UsageError
+from w4conv.quantization import calibrated
+from w4conv.quantization.calibrated import Inputs, output_error, solve
+from w4conv.quantization.reference import quantize_rtn
+from w4conv.scheme import QuantScheme, int4, int8
+from w4conv.verification import verify
+
+WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
+SMALL: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama_dir(tmp_path_factory.mktemp("in") / "model", hidden=48, inner=80)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(WORDS * 60)
+    return path
+
+
+def problem(n_rows: int, n_columns: int, *, seed: int = 0) -> tuple[Any, Inputs, Any]:
+    """Weights, moments of correlated inputs with a mean, and the held-out inputs themselves."""
+    rng = np.random.default_rng(seed)
+    mix, mean = rng.standard_normal((n_columns, n_columns)), 2 * rng.standard_normal(n_columns)
+    fit, held_out = ((rng.standard_normal((n, n_columns)) @ mix + mean) for n in (8 * n_columns, 2 * n_columns))
+    w = rng.standard_normal((n_rows, n_columns)).astype(np.float32)
+    return w, Inputs(*(x.T @ x / len(x) for x in (fit, held_out))), held_out
+
+
+def restored(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
+    from w4conv import codes
+
+    parts = {"codes": kernels.as_bytes(solution.codes), "scales": kernels.as_bytes(solution.scales)}
+    return codes.dequantize(scheme, shape, parts)
+
+
+@pytest.mark.parametrize("scheme", [int4(32), int4(0), int8(64)])
+def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
+    w, inputs, x = problem(20, 72)
+    found = {method: solve(w, inputs, scheme, method) for method in calibrated.METHODS}
+    rtn = quantize_rtn(w, scheme)
+    plain = rtn.q * np.repeat(rtn.scales.astype(np.float32), scheme.group_size or 72, axis=1)[:, :72]
+    assert np.array_equal(restored(found["rtn"], scheme, w.shape), plain)
+    for s in found.values():
+        wanted, got = x @ w.T.astype(np.float64), x @ restored(s, scheme, w.shape).T.astype(np.float64)
+        np.testing.assert_allclose(s.error, np.square(got - wanted).mean() / np.square(wanted).mean(), rtol=1e-3)
+    assert found["search"].error <= found["rtn"].error
+    assert found["gptq"].error < 0.8 * found["rtn"].error
+    assert found["best"].error == min(s.error for s in found.values())
+
+
+def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
+    """The tokens to fit lie along one direction that the held-out ones never take."""
+    w, inputs, _ = problem(16, 64)
+    direction = np.zeros(64)
+    direction[:2] = 1
+    misleading = Inputs(np.outer(direction, direction) * 1e6, inputs.held_out)
+    rtn = solve(w, misleading, int4(32), "rtn")
+    assert solve(w, misleading, int4(32), "gptq").error <= rtn.error
+
+
+def test_channels_that_are_never_active() -> None:
+    w, inputs, _ = problem(16, 64)
+    for h in (inputs.fit, inputs.held_out):
+        h[:, 5] = h[5, :] = 0
+        h[:, 32:] = h[32:, :] = 0
+    assert solve(w, inputs, int4(32), "best").error < 0.02
+    nothing = Inputs(np.zeros((64, 64)), np.zeros((64, 64)))
+    s = solve(w, nothing, int4(32), "gptq")
+    assert s.error == 0
+    np.testing.assert_allclose(restored(s, int4(32), w.shape), w, atol=0.35)
+
+
+def test_moments_of_deficient_rank() -> None:
+    w, _, _ = problem(16, 64)
+    x = np.random.default_rng(0).standard_normal((3, 64))
+    h = x.T @ x / 3
+    assert solve(w, Inputs(h, h), int4(32), "gptq").error < 0.01
+
+
+def test_output_error_is_a_trace() -> None:
+    w, inputs, _ = problem(2000, 24)
+    expected = np.trace(w.astype(np.float64) @ inputs.held_out @ w.T.astype(np.float64))
+    found = [output_error(w, inputs.held_out, threads=threads) for threads in (1, 2)]
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["search", "gptq", "best"])
+def test_bytes_depend_on_neither_threads_nor_tier(
+    model: Path, text: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = set()
+    for tier in kernels.isa_tiers():
+        monkeypatch.setenv("W4CONV_ISA", tier)
+        for threads in (1, 2):
+            out = tmp_path / f"{tier}{threads}.w4"
+            quantize(model, out, method=method, calibration=text, threads=threads, group_size=32, **SMALL)
+            made.add(out.read_bytes())
+    assert len(made) == 1
+
+
+def test_record_and_report(model: Path, text: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "o.w4", calibration=text, **SMALL)
+    assert report.method == "best"
+    assert any("gptq" in note for note in report.notes)
+    with open_container(tmp_path / "o.w4") as container:
+        assert container.provenance["method"] == "best"
+        assert container.provenance["calibration"] == {
+            "text_blake3": blake3(text.read_bytes()).hexdigest(),
+            "tokens": 512,
+            "ctx": 32,
+            "held_out_sequences": 2,
+        }
+    planned = quantize(model, tmp_path / "p.w4", calibration=text, dry_run=True, **SMALL)
+    assert planned.output_nbytes == report.output_nbytes
+
+
+def test_outputs_of_the_model_are_nearer(model: Path, text: Path, tmp_path: Path) -> None:
+    from w4conv.runtime.engine import Model
+    from w4conv.runtime.tokenizer import Tokenizer
+
+    quantize(model, tmp_path / "keep.w4", scheme="keep")
+    quantize(model, tmp_path / "rtn.w4")
+    quantize(model, tmp_path / "best.w4", calibration=text, **SMALL)
+    logits = {}
+    for name in ("keep", "rtn", "best"):
+        with Model(tmp_path / f"{name}.w4") as m:
+            ids = Tokenizer(m.container.blobs).encode(WORDS)
+            logits[name] = m.logits(ids)
+    error = {name: np.square(logits[name] - logits["keep"]).mean() for name in ("rtn", "best")}
+    assert error["best"] < 0.7 * error["rtn"]
+
+
+def test_verify_tells_what_it_cannot_make_again(model: Path, text: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "o.w4", calibration=text, **SMALL)
+    report = verify(tmp_path / "o.w4", against=model)
+    assert report.ok
+    assert report.round_trip is not None
+    assert report.round_trip.same_codes is None
+    same = {t.name: t.same_codes for t in report.round_trip.tensors}
+    assert same["model.embed_tokens.weight"] is True
+    assert same["model.norm.weight"] is True
+    assert same["model.layers.1.mlp.down_proj.weight"] is None
+    other = make_llama_dir(tmp_path / "other", hidden=48, inner=80, seed=1)
+    report = verify(tmp_path / "o.w4", against=other)
+    assert not report.ok
+    assert report.round_trip is not None
+    assert report.round_trip.same_codes is False
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "gptq"}, "--calibration"),
+        ({"method": "awq", "calibration": "t"}, "unknown method"),
+        ({"method": "rtn", "calibration": "t"}, "no use"),
+        ({"scheme": "bf16", "calibration": "t"}, "nothing to calibrate"),
+        ({"calibration": "t", "calibration_ctx": 257}, "calibration-ctx"),
+        ({"calibration": "t", "calibration_ctx": 32, "calibration_tokens": 100}, "at least 8"),
+        ({"calibration": "t", "calibration_ctx": 64, "calibration_tokens": 1 << 20}, "Use a longer text"),
+    ],
+)
+def test_options_that_make_no_sense(
+    model: Path, text: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    if "calibration" in options:
+        options = options | {"calibration": text}
+    with pytest.raises(UsageError, match=words):
+        quantize(model, tmp_path / "o.w4", **options)
+    assert not (tmp_path / "o.w4").exists()
+
+
+@pytest.mark.parametrize(("value", "words"), [(np.nan, "NaN at row 3, column 7"), (3e9, "beyond FP16 at row 3")])
+def test_values_that_cannot_be_coded(text: Path, tmp_path: Path, value: float, words: str) -> None:
+    from helpers import llama_tensors
+
+    model = make_llama_dir(tmp_path / "in", dtype="F32")
+    tensors = llama_tensors(
+        hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=300, tied=False, biases=(), seed=0
+    )
+    tensors["model.layers.0.mlp.gate_proj.weight"][3, 7] = value
+    write_safetensors(model / "model.safetensors", {name: ("F32", a) for name, a in tensors.items()})
+    with pytest.raises(InputError, match=words):
+        quantize(model, tmp_path / "o.w4", calibration=text, **SMALL)
+    assert not (tmp_path / "o.w4").exists()
