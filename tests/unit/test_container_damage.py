@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,22 @@ def test_small_file_has_padding_of_every_kind() -> None:
     assert [t["scheme"] for t in tensors] == ["int4", "f16", "int4z", "bf16"]
     assert [t["shape"] for t in tensors] == [[3, 37], [5], [2, 17, 9], [3, 3]]
     assert scheme.TILE_ROWS == 16
+
+
+def test_random_bits_of_a_large_file_are_found(tmp_path: Path) -> None:
+    """One bit in some millions, on disk, as a failing drive would have it."""
+    path = tmp_path / "large.w4"
+    raw, _ = small_file({f"w{i}": (scheme.int4(128), (512, 1000)) for i in range(12)} | {"v": (scheme.F32, (4096,))})
+    path.write_bytes(raw)
+    assert len(raw) > 3 << 20
+    rng = np.random.default_rng(0)
+    with path.open("r+b") as file:
+        for bit in rng.integers(0, 8 * len(raw), 150).tolist():
+            at, mask = bit // 8, 1 << bit % 8
+            for value in (raw[at] ^ mask, raw[at]):
+                with pytest.raises(FormatError) if value != raw[at] else nullcontext():
+                    file.seek(at)
+                    file.write(bytes([value]))
+                    file.flush()
+                    with open_container(path) as container:
+                        container.check()

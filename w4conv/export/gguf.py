@@ -74,7 +74,7 @@ class GgufPlan(Plan):
 
     def write(self, out: Path, *, overwrite: bool, progress: Progress) -> None:
         progress.start(self._nbytes)
-        with open_target(out, self._nbytes, overwrite=overwrite) as target:
+        with open_target(out, self._nbytes, overwrite=overwrite, signature=b"GGUF") as target:
             target.write(self._head)
             for output in self._outputs:
                 for block in checked_blocks(output):
