@@ -268,7 +268,7 @@ def test_paths_that_cannot_be_opened(tmp_path: Path, small: Path) -> None:
         open_container(tmp_path)
     with pytest.raises(FormatError, match="/dev/null: the file is empty"):
         open_container("/dev/null")
-    with pytest.raises(FormatError, match="/dev/zero: not a .w4 file"):
+    with pytest.raises(FormatError, match=r"/dev/zero: not a .w4 file"):
         open_container("/dev/zero")
 
 
