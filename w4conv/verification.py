@@ -14,6 +14,7 @@ from pathlib import Path
 from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.convert import quantize
 from w4conv.errors import FormatError, UsageError
+from w4conv.measure.divergence import Comparison, Divergence, compare_models
 from w4conv.measure.perplexity import (
     DEFAULT_CTX,
     Estimate,
@@ -38,7 +39,7 @@ class PerplexityReport:
     """A perplexity and everything it depends on.
 
     text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. source, increase: the
-    source in the same run, and how far the container's perplexity lies above.
+    source in the same run, and how far the container's perplexity lies above. divergence: from the source, if asked.
     """
 
     text: str
@@ -52,6 +53,7 @@ class PerplexityReport:
     container: Estimate
     source: Estimate | None
     increase: Increase | None
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def verify(
     *,
     against: str | os.PathLike[str] | None = None,
     ppl: bool = False,
+    kld: bool = False,
     text: str | os.PathLike[str] | None = None,
     ctx: int | None = None,
     convention: str | None = None,
@@ -92,14 +95,20 @@ def verify(
     ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, which for that time is
     converted without loss into the temporary directory (TMPDIR). convention: "llama.cpp" (default) or "gptq"; ctx:
     default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
+    kld: the divergence from the source too, both models side by side (measure/divergence.py); implies ppl.
     max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
     min_sqnr: dB that every tensor must reach.
 
     Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
     """
+    if kld and against is None:
+        raise UsageError("the divergence is that from the source: name it with --against")
+    ppl = ppl or kld
     if not ppl and any(option is not None for option in (text, ctx, convention, chunks, max_ppl_increase)):
-        raise UsageError("text, ctx, convention, chunks and max-ppl-increase say how perplexity is measured: add --ppl")
+        raise UsageError(
+            "text, ctx, convention, chunks and max-ppl-increase say how perplexity is measured: add --ppl or --kld"
+        )
     if against is None and (max_ppl_increase is not None or min_sqnr is not None):
         raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
     if min_sqnr is not None and not math.isfinite(min_sqnr):
@@ -131,7 +140,7 @@ def verify(
                 round_trip = compare(container, source, threads=threads, progress=progress)
             failures += _round_trip_failures(round_trip, min_sqnr)
         if measurement is not None:
-            perplexity = measurement.run(against, progress)
+            perplexity = measurement.run(against, progress, kld=kld)
             failures += _perplexity_failures(perplexity, limit)
         return report(failures, round_trip=round_trip, perplexity=perplexity)
 
@@ -161,10 +170,16 @@ class _Measurement:
             chunks=chunks,
         )
 
-    def run(self, against: str | os.PathLike[str] | None, progress: Progress) -> PerplexityReport:
-        ours = self._nlls(self._container, "perplexity", progress)
-        theirs = None
-        if against is not None:
+    def run(self, against: str | os.PathLike[str] | None, progress: Progress, *, kld: bool = False) -> PerplexityReport:
+        theirs = divergence = None
+        if against is None:
+            ours = self._nlls(self._container, "perplexity", progress)
+        elif kld:
+            with _kept(against, self._threads, progress) as source:
+                compared = self._compare(source, progress)
+            ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
+        else:
+            ours = self._nlls(self._container, "perplexity", progress)
             with _kept(against, self._threads, progress) as source:
                 theirs = self._nlls(source, "perplexity of the source", progress)
         return PerplexityReport(
@@ -179,7 +194,16 @@ class _Measurement:
             container=estimate(ours),
             source=None if theirs is None else estimate(theirs),
             increase=None if theirs is None else increase(ours, theirs),
+            divergence=divergence,
         )
+
+    def _compare(self, source: Container, progress: Progress) -> Comparison:
+        progress.start(self._windows.tokens.size)
+        with (
+            Model(self._container, threads=self._threads, ctx=self._ctx) as model,
+            Model(source, threads=self._threads, ctx=self._ctx) as base,
+        ):
+            return compare_models(model, base, self._windows, advance=lambda n: progress.advance(n, "divergence"))
 
     def _nlls(self, container: Container, what: str, progress: Progress) -> F64Array:
         progress.start(self._windows.tokens.size)

@@ -13,6 +13,7 @@ from w4conv.errors import CheckError
 
 if TYPE_CHECKING:
     from w4conv.measure.distortion import Distortion
+    from w4conv.measure.divergence import Divergence
     from w4conv.measure.perplexity import Estimate
     from w4conv.measure.round_trip import RoundTrip
     from w4conv.verification import PerplexityReport, VerifyReport
@@ -24,6 +25,7 @@ Examples:
   w4conv verify out.w4
   w4conv verify out.w4 --against in/ --min-sqnr 18
   w4conv verify out.w4 --ppl --text book.txt
+  w4conv verify out.w4 --against in/ --kld --chunks 32
   w4conv verify out.w4 --against in/ --ppl --chunks 32 \\
       --max-ppl-increase 0.5 --json
   curl -s https://example.org/out.w4 | w4conv verify -
@@ -37,6 +39,9 @@ def verify(
         str | None, typer.Option(metavar="IN", help="Compare with this checkpoint, tensor by tensor")
     ] = None,
     ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity; with --against the source's too")] = False,
+    kld: Annotated[
+        bool, typer.Option("--kld", help="Measure the divergence from the source named with --against; implies --ppl")
+    ] = False,
     text: Annotated[
         str | None,
         typer.Option(
@@ -82,6 +87,7 @@ def verify(
             file,
             against=against,
             ppl=ppl,
+            kld=kld,
             text=text,
             ctx=ctx,
             convention=convention,
@@ -174,7 +180,18 @@ def perplexity_text(p: PerplexityReport) -> str:
                 f"{i.difference:.4f} +/- {i.difference_stderr:.4f} ({i.ratio - 1:+.2%} +/- {i.ratio_stderr:.2%})",
             ),
         ]
+    if p.divergence is not None:
+        pairs += _divergence(p.divergence)
     return _output.facts(pairs)
+
+
+def _divergence(d: Divergence) -> list[tuple[str, str]]:
+    return [
+        ("KLD", f"{d.mean:.5f} +/- {d.stderr:.5f}, at most {d.maximum:.4f}"),
+        ("KLD percentiles", ", ".join(f"{p.percent:g} % {p.value:.5f}" for p in d.percentiles)),
+        ("same top token", f"{d.same_top:.2%} +/- {d.same_top_stderr:.2%}"),
+        ("delta p", f"mean {d.mean_delta_p:+.3%}, RMS {d.rms_delta_p:.3%}"),
+    ]
 
 
 def _estimate(e: Estimate) -> str:

@@ -1,0 +1,101 @@
+"""Divergence between models: against a direct computation, and what holds by definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import make_llama_dir
+
+from w4conv.convert import quantize
+from w4conv.errors import InputError, UsageError
+from w4conv.measure.divergence import compare_models
+from w4conv.measure.perplexity import Windows, token_nlls
+from w4conv.verification import verify
+
+VOCAB = 50
+
+
+class Table:
+    """A model whose logits after a token are a row of a table."""
+
+    def __init__(self, seed: int, spread: float = 3.0) -> None:
+        self.table = (np.random.default_rng(seed).standard_normal((VOCAB, VOCAB)) * spread).astype(np.float32)
+
+    def session(self) -> Table:
+        return self
+
+    def append(self, token_ids: Any, *, all_logits: bool = False) -> Any:
+        return self.table[token_ids if all_logits else token_ids[-1:]]
+
+
+@pytest.fixture
+def windows() -> Windows:
+    return Windows(np.random.default_rng(0).integers(0, VOCAB, (3, 150)), 76, 450)
+
+
+def test_against_a_direct_computation(windows: Windows) -> None:
+    model, base = Table(1), Table(2)
+    found = compare_models(model, base, windows)
+    contexts, targets = windows.tokens[:, 75:-1].ravel(), windows.tokens[:, 76:].ravel()
+    q, p = (
+        np.exp(t.astype(np.float64)) / np.exp(t.astype(np.float64)).sum(1, keepdims=True)
+        for t in (model.table, base.table)
+    )
+    klds = (p * np.log(p / q)).sum(1)[contexts]
+    np.testing.assert_allclose(found.klds.ravel(), klds, rtol=1e-9)
+    d = found.divergence()
+    assert d.n_scored == 3 * 74
+    assert d.mean == pytest.approx(klds.mean())
+    assert d.stderr == pytest.approx(klds.std(ddof=1) / np.sqrt(len(klds)))
+    assert d.maximum == pytest.approx(klds.max())
+    assert {x.percent: x.value for x in d.percentiles}[50.0] == pytest.approx(np.median(klds))
+    deltas = (q - p)[contexts, targets]
+    assert (d.mean_delta_p, d.rms_delta_p) == (
+        pytest.approx(deltas.mean()), pytest.approx(np.sqrt((deltas**2).mean()))
+    )  # fmt: skip
+    same = (q.argmax(1) == p.argmax(1))[contexts]
+    assert d.same_top == pytest.approx(same.mean())
+    assert np.array_equal(found.nlls, token_nlls(model, windows)) or np.allclose(
+        found.nlls, token_nlls(model, windows), rtol=1e-12
+    )
+
+
+def test_a_model_does_not_diverge_from_itself(windows: Windows) -> None:
+    d = compare_models(Table(1), Table(1), windows).divergence()
+    assert (d.mean, d.stderr, d.maximum, d.same_top, d.rms_delta_p) == (0, 0, 0, 1, 0)
+
+
+def test_logits_that_are_not_finite(windows: Windows) -> None:
+    broken = Table(1)
+    broken.table[:] = np.nan
+    with pytest.raises(InputError, match="not finite"):
+        compare_models(Table(1), broken, windows)
+
+
+def test_verify_measures_it(tmp_path: Path) -> None:
+    source = make_llama_dir(tmp_path / "in")
+    text = tmp_path / "t.txt"
+    text.write_text("the thing and the end of it. " * 40)
+    options: dict[str, Any] = {"against": source, "text": text, "ctx": 32, "chunks": 4}
+    quantize(source, tmp_path / "keep.w4", scheme="keep")
+    report = verify(tmp_path / "keep.w4", kld=True, **options).perplexity
+    assert report is not None
+    assert report.divergence is not None
+    assert (report.divergence.mean, report.divergence.same_top) == (0, 1)
+    quantize(source, tmp_path / "int4.w4")
+    both = verify(tmp_path / "int4.w4", kld=True, **options).perplexity
+    plain = verify(tmp_path / "int4.w4", ppl=True, **options).perplexity
+    assert both is not None
+    assert plain is not None
+    assert both.divergence is not None
+    assert both.divergence.mean > 0
+    assert plain.divergence is None
+    assert both.container.value == pytest.approx(plain.container.value, rel=1e-9)
+    assert both.source is not None
+    assert plain.source is not None
+    assert both.source.value == pytest.approx(plain.source.value, rel=1e-9)
+    with pytest.raises(UsageError, match="--against"):
+        verify(tmp_path / "int4.w4", kld=True, text=text)

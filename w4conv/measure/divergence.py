@@ -1,0 +1,117 @@
+"""Kullback-Leibler divergence of a model from another on the same tokens, position by position, with no file between.
+
+At each scored position: KLD = sum over the vocabulary of p (ln p - ln q), p the base's probabilities and q the model's,
+both by a float64 log-sum-exp of float32 logits; nothing is clipped or rounded, so that a model diverges from itself by
+exactly 0. (llama-perplexity keeps the base's log-probabilities in 16 bits and leaves out those below -16.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.errors import InputError
+from w4conv.measure.perplexity import F32Array, F64Array, IntArray, Scorer, Windows
+
+PERCENTILES: Final = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
+_BLOCK_TOKENS: Final = 64  # logits of both models held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Percentile:
+    percent: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Over the scored positions, tokens taken as independent.
+
+    mean, stderr, maximum and percentiles (linearly interpolated): of the KLD in nats. same_top: share of positions
+    where both give the same token the highest probability (the first of equals), with its binomial standard error.
+    mean_delta_p, rms_delta_p: q - p of the token that really comes, its mean and the root of its mean square.
+    """
+
+    n_scored: int
+    mean: float
+    stderr: float
+    maximum: float
+    percentiles: tuple[Percentile, ...]
+    same_top: float
+    same_top_stderr: float
+    mean_delta_p: float
+    rms_delta_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of each scored token, (n_windows, n_targets): -ln q and -ln p of the token, KLD, whether the top is the same."""
+
+    nlls: F64Array
+    base_nlls: F64Array
+    klds: F64Array
+    same_top: npt.NDArray[np.bool_]
+
+    def divergence(self) -> Divergence:
+        k, n = self.klds.ravel(), self.klds.size
+        deltas = np.exp(-self.nlls) - np.exp(-self.base_nlls)
+        same = float(self.same_top.mean())
+        spread = max(n - 1, 1)
+        return Divergence(
+            n_scored=n,
+            mean=float(k.mean()),
+            stderr=math.sqrt(k.var() / spread),
+            maximum=float(k.max()),
+            percentiles=tuple(Percentile(p, float(np.percentile(k, p))) for p in PERCENTILES),
+            same_top=same,
+            same_top_stderr=math.sqrt(same * (1 - same) / spread),
+            mean_delta_p=float(deltas.mean()),
+            rms_delta_p=math.sqrt(float(np.square(deltas).mean())),
+        )
+
+
+def compare_models(
+    model: Scorer, base: Scorer, windows: Windows, *, advance: Callable[[int], None] | None = None
+) -> Comparison:
+    """Both models side by side over the windows; advance: told the tokens done as they are.
+
+    Raises InputError when a model yields logits that are not finite.
+    """
+    n_windows, ctx = windows.tokens.shape
+    first = windows.first_target - 1  # position whose logits predict the first target
+    shape = (n_windows, ctx - 1 - first)
+    out = Comparison(np.empty(shape), np.empty(shape), np.empty(shape), np.empty(shape, np.bool_))
+    for i, window in enumerate(windows.tokens):
+        sessions = model.session(), base.session()
+        if first:
+            for session in sessions:
+                session.append(window[:first])
+        for start in range(first, ctx - 1, _BLOCK_TOKENS):
+            end = min(start + _BLOCK_TOKENS, ctx - 1)
+            ours, theirs = (session.append(window[start:end], all_logits=True) for session in sessions)
+            _compare(ours, theirs, window[start + 1 : end + 1], out, i, start - first)
+        if advance is not None:
+            advance(ctx)
+    if not (np.isfinite(out.klds).all() and np.isfinite(out.nlls).all() and np.isfinite(out.base_nlls).all()):
+        raise InputError("a model yields logits that are not finite, so there is no divergence; its weights are broken")
+    return out
+
+
+def _compare(logits: F32Array, base: F32Array, targets: IntArray, out: Comparison, window: int, at: int) -> None:
+    for i, (row, base_row, target) in enumerate(zip(logits, base, targets, strict=True)):
+        place = (window, at + i)
+        log_q, log_p = _log_softmax(row), _log_softmax(base_row)
+        out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
+        out.klds[place] = np.dot(np.exp(log_p), log_p - log_q)
+        out.same_top[place] = np.argmax(row) == np.argmax(base_row)
+
+
+def _log_softmax(logits: npt.NDArray[np.float32]) -> F64Array:
+    shifted = logits.astype(np.float64) - float(logits.max())
+    shifted -= math.log(float(np.exp(shifted).sum()))
+    return shifted
