@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 from targets import TARGETS, attempt
 
+ROOT = Path(__file__).parents[2]
 N = {"container": 1500, "safetensors": 600, "shard-index": 600, "gguf": 400, "config": 600, "tokenizer": 400}
 SECONDS_AT_MOST = 20.0  # for one input; a hang, on any machine that is not far too slow
 
@@ -29,3 +33,19 @@ def test_short_run(name: str) -> None:
         if accepted and len(pool) < 200:  # changes add up
             pool.append(raw)
     assert n_accepted < N[name]
+
+
+def test_short_run_of_the_c_reader(tmp_path: Path) -> None:
+    """libFuzzer on the C reader, with both sanitizers, from the vectors on."""
+    clang = shutil.which("clang")
+    program = tmp_path / "fuzzer"
+    source = ROOT / "tests/fuzz/c_reader_fuzzer.c"
+    flags = ["-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-I", ROOT / "formats/c"]
+    if not clang or subprocess.run([clang, *flags, "-o", program, source], capture_output=True).returncode:
+        pytest.skip("there is no clang with libFuzzer")
+    (tmp_path / "corpus").mkdir()
+    command = [program, "-runs=5000", "-seed=1", "-max_len=32768", f"-artifact_prefix={tmp_path}/"]
+    run = subprocess.run(
+        [*command, tmp_path / "corpus", ROOT / "formats/vectors/valid"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
