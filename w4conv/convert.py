@@ -21,7 +21,7 @@ from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
-from w4conv.quantization.calibrated import METHODS, Solution
+from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
 from w4conv.quantization.recipe import Recipe, make_recipe
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
@@ -262,7 +262,7 @@ class _Conversion:
         if not all(t.scheme.is_float for t in tensors):
             record["group_size"] = self._recipe.group_size
         if self._text is not None:
-            record["calibration"] = self._text.record()
+            record["calibration"] = self._text.record() | {"damping_percent": DAMPING_PERCENT}
         return record
 
     def write(

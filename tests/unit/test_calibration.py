@@ -129,6 +129,7 @@ def test_record_and_report(model: Path, text: Path, tmp_path: Path) -> None:
             "tokens": 512,
             "ctx": 32,
             "held_out_sequences": 2,
+            "damping_percent": calibrated.DAMPING_PERCENT,
         }
     planned = quantize(model, tmp_path / "p.w4", calibration=text, dry_run=True, **SMALL)
     assert planned.output_nbytes == report.output_nbytes

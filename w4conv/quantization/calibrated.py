@@ -27,10 +27,10 @@ METHODS: Final = {
     "gptq": ("rtn", "gptq"),
     "best": ("rtn", "search", "gptq"),
 }
-DAMPING_PERCENT: Final = 1  # of the diagonal's mean, added to the diagonal; ten times as much after each failure
+DAMPING_PERCENT: Final = 30  # of the diagonal's mean, added to the diagonal; ten times as much after each failure
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
 MULTIPLIERS: Final = tuple(sign * (100 - 5 * i) / 100 for i in range(9) for sign in (1, -1))
-_ERROR_ROWS: Final = 1024
+JUDGED_ROWS: Final = 1024  # of a matrix, spread over it, on which candidates are compared
 
 
 class ScaleError(ValueError):
@@ -53,8 +53,8 @@ class Inputs:
 class Solution:
     """codes: (n_tiles, n_lines, 16) uint32 and scales: (n_tiles, n_groups, 16) float16, as the container has them.
 
-    error: mean square of the outputs' error over that of the outputs, on the held-out tokens. n_underflowed: groups of
-    nonzero values whose scale is zero.
+    error: mean square of the outputs' error over that of the outputs, on the held-out tokens, of JUDGED_ROWS rows.
+    n_underflowed: groups of nonzero values whose scale is zero.
     """
 
     method: str
@@ -77,7 +77,7 @@ def solve(w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, thre
     error, name, found = best
     q = untiled(found.q, len(w))
     stored = (q + 8).astype(np.uint8) if scheme.bits == 4 else q
-    power = output_error(w, inputs.held_out, threads=threads)
+    power = problem.power()
     return Solution(
         method=name,
         codes=codes.pack(scheme, stored[None])[0],
@@ -99,7 +99,9 @@ class _Problem:
     def __init__(self, w: F32Array, inputs: Inputs, scheme: QuantScheme, threads: int | None) -> None:
         self._w, self._inputs, self._scheme, self._threads = w, inputs, scheme, threads
         self._tiles = tiled(w)
-        n = w.shape[1]
+        n_rows, n = w.shape
+        n_judged = min(n_rows, JUDGED_ROWS)
+        self._judged = np.arange(n_judged) * n_rows // n_judged
         self._size = min(scheme.group_size or n, n)
         self._group = (np.arange(n) // self._size).astype(np.int32)
 
@@ -112,8 +114,15 @@ class _Problem:
         return self._fed_back(self._search(multipliers, self._inputs.fit))
 
     def error(self, r: _Rounding) -> float:
-        restored = untiled(r.q * self._wide(r.scales), len(self._w))
-        return output_error(restored - self._w, self._inputs.held_out, threads=self._threads)
+        restored = untiled(r.q * self._wide(r.scales), len(self._w))[self._judged]
+        return self._error(restored - self._w[self._judged])
+
+    def power(self) -> float:
+        """What `error` is of a matrix of zeros."""
+        return self._error(self._w[self._judged])
+
+    def _error(self, e: F32Array) -> float:
+        return output_error(e, self._inputs.held_out, threads=self._threads)
 
     def n_underflowed(self, r: _Rounding) -> int:
         lost = (self._tiles != 0) & (self._wide(r.scales) == 0)
@@ -184,12 +193,8 @@ def factor_of(h: F64Array, threads: int | None = None) -> tuple[F32Array, F32Arr
 
 def output_error(e: F32Array, h: F64Array, *, threads: int | None = None) -> float:
     """trace(e h e^T), e (n_rows, n_columns); the same bits for any threads."""
-    h32, total = h.astype(np.float32), 0.0
-    for start in range(0, len(e), _ERROR_ROWS):
-        block = e[start : start + _ERROR_ROWS]
-        products = kernels.product(block, h32, threads=threads).astype(np.float64) * block
-        total += float(np.cumsum(np.cumsum(products, axis=1)[:, -1])[-1])  # cumsum adds in order, sum as it likes
-    return total
+    products = kernels.product(e, h.astype(np.float32), threads=threads).astype(np.float64) * e
+    return float(np.cumsum(np.cumsum(products, axis=1)[:, -1])[-1])  # cumsum adds in order, sum as it likes
 
 
 def tiled(w: F32Array) -> F32Array:
