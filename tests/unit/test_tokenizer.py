@@ -182,3 +182,12 @@ def test_unknown_decoder_is_refused() -> None:
     reference.decoder = decoders.WordPiece()
     with pytest.raises(InputError, match="WordPiece"):
         Tokenizer(blobs_of(reference))
+
+
+def test_what_the_package_raises_over_a_file_when_it_is_used_is_the_file_s_fault() -> None:
+    """Found by fuzzing: a model that is read without complaint, and cannot encode anything."""
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    document = {"version": "1.0", "model": {"type": "Unigram", "vocab": []}, "decoder": decoder}
+    tokenizer = Tokenizer({"tokenizer.json": json.dumps(document).encode()})
+    with pytest.raises(InputError, match=r"tokenizer\.json cannot be used by the tokenizers package: .*unk_id"):
+        tokenizer.encode("a")

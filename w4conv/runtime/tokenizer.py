@@ -14,7 +14,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -65,7 +66,8 @@ class Tokenizer:
 
         Raises UsageError when a BOS is asked for and the model has none.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _package_errors("cannot be used"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos is None:
             add_bos = self.adds_bos
         if not add_bos:
@@ -76,7 +78,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a text of its own, without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with _package_errors("cannot be used"):
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -116,7 +119,8 @@ class Tokenizer:
         setting = self._settings.get("add_bos_token")
         if isinstance(setting, bool):
             return setting
-        return self.bos_id in self._tokenizer.encode("a", add_special_tokens=True).ids[:1]
+        with _package_errors("cannot be used"):
+            return self.bos_id in self._tokenizer.encode("a", add_special_tokens=True).ids[:1]
 
     def _special_tokens(self) -> dict[str, str]:
         out: dict[str, str] = {}
@@ -216,14 +220,21 @@ def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return value
 
 
-def _load(text: bytes) -> _Tokenizer:
+@contextmanager
+def _package_errors(what: str) -> Iterator[None]:
+    """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
     try:
-        tokenizer = _Tokenizer.from_str(text.decode())
+        yield
     except BaseException as error:
         # The package panics on some inputs; its PanicException is no Exception, and has no name to import.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise InputError(f"tokenizer.json cannot be read by the tokenizers package: {error}") from None
+            raise InputError(f"tokenizer.json {what} by the tokenizers package: {error}") from None
         raise
+
+
+def _load(text: bytes) -> _Tokenizer:
+    with _package_errors("cannot be read"):
+        tokenizer = _Tokenizer.from_str(text.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
