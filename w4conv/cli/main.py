@@ -40,6 +40,7 @@ Examples:
   w4conv export smol.w4 smol.gguf --to gguf
 """
 
+
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     """A command that says so when a file is shortened under it. All but inspect, which touches headers only."""
 
