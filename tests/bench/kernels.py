@@ -26,9 +26,9 @@ N_TOKENS = 120
 SCHEMES = (int4(128), int8(128), QuantScheme("f16"), QuantScheme("bf16"), QuantScheme("f32"))
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[..., object], *args: object, **options: object) -> float:
     start = time.perf_counter()
-    run()
+    run(*args, **options)
     return time.perf_counter() - start
 
 
@@ -64,12 +64,15 @@ def main() -> None:
                 parts: dict[str, npt.NDArray[np.generic]] = {"codes": part, "scales": scales, "values": part}
                 kernels.matmul(scheme, (N, K), parts, x, threads=args.threads)
 
-            n = data.size // nbytes
+            def products(n: int, product: Callable[..., None] = product) -> None:
+                for i in range(n):
+                    product(one, i)
+
             gemv, read, gemm = [], [], []
             for _ in range(args.rounds):
-                read.append(data.size / seconds(lambda: kernels.read(data, threads=args.threads)) / 1e9)  # noqa: B023 - called at once
-                gemv.append(data.size / seconds(lambda: [product(one, i) for i in range(n)]) / 1e9)  # noqa: B023 - called at once
-                gemm.append(N * K * N_TOKENS / seconds(lambda: product(many, 0)) / 1e9)  # noqa: B023 - called at once
+                read.append(data.size / seconds(kernels.read, data, threads=args.threads) / 1e9)
+                gemv.append(data.size / seconds(products, data.size // nbytes) / 1e9)
+                gemm.append(N * K * N_TOKENS / seconds(product, many, 0) / 1e9)
             share = statistics.median(a / b for a, b in zip(gemv, read, strict=True))
             a, b, c = (statistics.median(v) for v in (gemv, read, gemm))
             print(f"{tier:11}{scheme!s:12}{a:10.1f}{b:10.1f}{share:7.2f}{c:12.0f}")
