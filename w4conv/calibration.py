@@ -29,6 +29,7 @@ F32Array = npt.NDArray[np.float32]
 Matrix = tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]
 
 HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
+_READ_ROWS: Final = 1 << 13
 # The place in the layer whose rows each matrix reads.
 READS: Final = {
     "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o",
@@ -162,7 +163,7 @@ class Calibrator:
         t = self._spec.tensors()[0]
         scheme, dtype = self._layout.tensors[t.name].scheme, self._source.tensors[t.name].dtype
         ids, places = np.unique(self._sequences, return_inverse=True)
-        rows = np.ascontiguousarray(self._source.read(t.name)[ids])
+        rows = self._rows(t.name, ids)
         try:
             if scheme.is_float:
                 parts = {"values": kernels.as_bytes(kernels.pack_float(rows, dtype, scheme, threads=self._threads))}
@@ -174,6 +175,15 @@ class Calibrator:
         out = np.zeros((*self._sequences.shape, padded_width(t.shape[1])), np.float32)
         out[..., : t.shape[1]] = codes.dequantize(scheme, rows.shape, parts)[places.reshape(self._sequences.shape)]
         return out
+
+    def _rows(self, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """The rows `ids` (ascending) of a matrix, read a block at a time."""
+        blocks = []
+        for start in range(0, self._source.tensors[name].shape[0], _READ_ROWS):
+            wanted = ids[(ids >= start) & (ids < start + _READ_ROWS)] - start
+            if len(wanted):
+                blocks.append(self._source.read(name, slice(start, start + int(wanted[-1]) + 1))[wanted])
+        return np.concatenate(blocks)
 
     def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row

@@ -203,3 +203,32 @@ def test_values_that_cannot_be_coded(text: Path, tmp_path: Path, value: float, w
     with pytest.raises(InputError, match=words):
         quantize(model, tmp_path / "o.w4", calibration=text, **SMALL)
     assert not (tmp_path / "o.w4").exists()
+
+
+class Stop:
+    """Interrupts when `n` tensors are done; adds up their bytes."""
+
+    def __init__(self, n: int = 1000) -> None:
+        self.n, self.left = n, 0
+
+    def start(self, total_nbytes: int) -> None:
+        self.left = total_nbytes
+
+    def advance(self, nbytes: int, name: str) -> None:
+        self.left -= nbytes
+        self.n -= 1
+        if not self.n:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("n", [3, 9, 16])
+def test_interrupted_and_resumed(model: Path, text: Path, tmp_path: Path, n: int) -> None:
+    whole, out = tmp_path / "whole.w4", tmp_path / "out.w4"
+    quantize(model, whole, calibration=text, **SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, out, calibration=text, resume=True, progress=Stop(n), **SMALL)
+    progress = Stop()
+    report = quantize(model, out, calibration=text, resume=True, progress=progress, **SMALL)
+    assert any(note.startswith("resumed: ") and not note.startswith("resumed: 0") for note in report.notes)
+    assert out.read_bytes() == whole.read_bytes()
+    assert progress.left == 0
