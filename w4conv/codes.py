@@ -140,6 +140,20 @@ def unpack_rows(tiles: Array, n_rows: int) -> Array:
     return rows[:, :n_rows]
 
 
+def pack_matrix(scheme: QuantScheme, codes: Array, scales: Array, zero_points: Array | None = None) -> dict[str, Array]:
+    """The parts of a quantized matrix, or of whole tiles of its rows.
+
+    codes: (n_rows, n_columns) as `pack` takes them. scales, zero_points: (n_rows, n_groups).
+    """
+    parts: dict[str, Array] = {
+        "codes": pack(scheme, codes[None]),
+        "scales": pack_rows(scales[None].astype(SCALE_DTYPES[scheme.scale_dtype])),
+    }
+    if zero_points is not None:
+        parts["zero_points"] = pack_rows(zero_points[None].astype(np.uint8))
+    return parts
+
+
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32Array:
     return np.asarray(bits.astype(np.uint32) << 16, np.uint32).view(np.float32)
 

@@ -79,13 +79,14 @@ def quantize(
     src: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    scheme: str = "w4a16",
-    group_size: int | str = 128,
+    scheme: str | None = None,
+    group_size: int | str | None = None,
     embeddings: str | None = None,
     method: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     calibration_tokens: int = 16384,
     calibration_ctx: int = 512,
+    requantize: bool = False,
     threads: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -94,7 +95,9 @@ def quantize(
 ) -> ConversionReport:
     """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
 
-    scheme: "w4a16", "w8a16", "f16", "bf16", "f32" or "keep" for linear weights. group_size: 32, 64, 128, 256, or "row".
+    scheme: "w4a16", "w8a16", "f16", "bf16", "f32" or "keep" for linear weights; None means keep for a checkpoint in 4
+    bits whose very codes and scales a scheme of the container holds, else w4a16. group_size: 32, 64, 128 (default),
+    256, or "row".
     embeddings: "int8", "int4", "f16" or "keep" for embedding and head; None means int8 for w4a16 and w8a16, else as the
     scheme. Vectors keep the type they have.
 
@@ -103,6 +106,9 @@ def quantize(
     best with calibration, else rtn. All but rtn need calibration, a text on which activations are observed:
     calibration_tokens of it in sequences of calibration_ctx, spread over the text. They keep what rtn makes of a matrix
     where its outputs are nearer to the source's on sequences held out.
+
+    requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
+    give a scheme. GGUF files need no such word, the report says what was rounded again.
 
     threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
     tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
@@ -115,15 +121,20 @@ def quantize(
     """
     started = time.perf_counter()
     src, out = Path(src), Path(out)
-    recipe = make_recipe(scheme, group_size=group_size, embeddings=embeddings)
+    if scheme is not None:  # a wrong word is told before anything is opened
+        make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, expected 1 or more")
-    method = _method(recipe, method, calibration)
     if resume and out == STDOUT:
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
     with open_source(src) as source:
         _refuse_same_file(source, out)
+        if scheme is None:
+            asked = requantize or group_size is not None or method is not None or calibration is not None
+            scheme = _default_scheme(source, requantize=asked)
+        recipe = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
+        method = _method(recipe, method, calibration)
         text = None if calibration is None else (Path(calibration), calibration_tokens, calibration_ctx)
         conversion = _Conversion(source, recipe, method, text)
         check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
@@ -133,6 +144,24 @@ def quantize(
             out, overwrite=overwrite, resume=resume, threads=threads, progress=progress or Silent()
         )
     return conversion.report(out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
+
+
+def _default_scheme(source: Source, *, requantize: bool) -> str:
+    """What a source gets when no scheme is named. requantize: an option already says that weights are to be rounded."""
+    quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) == 2]
+    linear = [t for t in quantized if "layers." in t.name]
+    if not quantized or requantize:
+        return "w4a16"
+    if linear and all(t.coding is not None and t.coding.bits == 4 for t in linear):
+        return "keep"
+    if source.kind == "gguf":
+        return "w4a16"
+    first = next((t for t in linear if t.coding is None or t.coding.bits != 4), quantized[0])
+    kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
+    raise UsageError(
+        f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
+        f"exactly. Give --requantize to round them a second time to w4a16, or --scheme keep to store them {kept}"
+    )
 
 
 def _method(recipe: Recipe, method: str | None, calibration: object) -> str:
@@ -176,14 +205,15 @@ class _Conversion:
         """calibration: the text, and how many tokens of it in sequences of how many."""
         self._source = source
         self._recipe = recipe
-        self._method = method
         self._notes = list(source.notes)
+        self._coded: set[str] = set()  # names of tensors whose codes and scales are taken as they are
         self._spec = self._parse_spec()
         self._text: CalibrationText | None = None
         if calibration is not None:
             path, tokens, ctx = calibration
             self._text = read_calibration(path, source.blobs, self._spec, tokens=tokens, ctx=ctx)
         tensors = self._plan_tensors()
+        self._method = "keep" if self._coded and method == "rtn" else method
         self._file_nbytes = [file.stat().st_size for file in source.files]
         blobs = {name: source.blobs[name] for name in sorted(source.blobs)}
         self.layout: Layout = plan(tensors, blobs, self._provenance(tensors))
@@ -219,12 +249,22 @@ class _Conversion:
         if extra:
             self._notes.append(f"left out, since the config says as much: {_some(sorted(extra))}")
         out = []
+        again: dict[str, list[str]] = {}
         for name, t in needed.items():
             found = stored[name]
             if found.shape != t.shape:
                 raise self._fail(f"{name}: shape is {found.shape}, but the config asks for {t.shape}")
             coding = self._recipe.scheme_for(t.role, t.shape, found.dtype)
+            if found.coding is not None and self._recipe.keeps(t.role):
+                coding = found.coding
+                self._coded.add(name)
+            elif found.is_quantized and len(t.shape) == 2:
+                again.setdefault(f"{found.stored_as} as {coding}", []).append(name)
             out.append(TensorPlan(name, t.shape, coding, found.stored_as))
+        for change, names in again.items():
+            exact = change.endswith(" as f32")
+            what = "stored as float32, exactly" if exact else "rounded a second time"
+            self._notes.append(f"quantized already and {what}: {len(names)} tensors, {change}")
         return out
 
     def _note_tied_head(self) -> None:
@@ -327,6 +367,9 @@ class _Conversion:
             writer.write(name, "values", values)
             progress.advance(values.nbytes, name)
             return 0
+        if name in self._coded:
+            self._write_coded(writer, name, scheme, progress)
+            return 0
         scales: list[Array] = []
         n_underflowed = 0
         for rows in self._row_blocks(name):
@@ -345,6 +388,23 @@ class _Conversion:
         if scales:
             writer.write(name, "scales", np.concatenate(scales))
         return n_underflowed
+
+    def _write_coded(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:
+        """Codes and scales as the source has them."""
+        rest: dict[str, list[Array]] = {"scales": [], "zero_points": []}
+        for rows in self._row_blocks(name):
+            coded = self._source.read_coded(name, rows)
+            if not np.isfinite(coded.scales).all():
+                row, group = np.argwhere(~np.isfinite(coded.scales))[0].tolist()
+                raise self._fail(f"{name}: the scale of group {group} of row {rows.start + row} is NaN or infinite")
+            parts = codes.pack_matrix(scheme, coded.codes, coded.scales, coded.zero_points)
+            writer.write(name, "codes", parts.pop("codes"))
+            for kind, part in parts.items():
+                rest[kind].append(part)
+            progress.advance(coded.codes.size * codes.VALUE_DTYPES["f32"].itemsize, name)
+        for kind, blocks in rest.items():
+            if blocks:
+                writer.write(name, kind, np.concatenate(blocks, axis=1))
 
     def _row_blocks(self, name: str) -> Iterator[slice]:
         """Slices of the rows of a matrix, whole tiles of bounded size."""

@@ -216,7 +216,10 @@ def _kept(source: str | os.PathLike[str], threads: int | None, progress: Progres
     """The source as a container that loses nothing, so that the same engine runs it; gone when the block ends."""
     with tempfile.TemporaryDirectory(prefix="w4conv-") as folder:
         path = Path(folder) / "source.w4"
-        quantize(source, path, scheme="keep", threads=threads, progress=progress)
+        with open_source(Path(source)) as opened:
+            # Kept codes would run through integer kernels, or through none.
+            coded = any(tensor.coding is not None for tensor in opened.tensors.values())
+        quantize(source, path, scheme="f32" if coded else "keep", threads=threads, progress=progress)
         with open_container(path) as container:
             yield container
 

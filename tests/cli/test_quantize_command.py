@@ -165,3 +165,28 @@ def test_values_that_cannot_be_coded_name_their_tensor(w4: Runner, tmp_path: Pat
     write_safetensors(tmp_path / "nan/model.safetensors", {name: ("F32", v) for name, v in weights.items()})
     w4("quantize", "nan", "o.w4").failed(3, "model.layers.1.mlp.up_proj.weight", "NaN", "row 5, column 7")
     assert not (tmp_path / "o.w4").exists()
+
+
+def test_what_is_quantized_already(w4: Runner, tmp_path: Path) -> None:
+    import numpy as np
+    from helpers import llama_tensors, write_safetensors
+
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    make_llama_dir(tmp_path / "fp8", layers=1, config={"quantization_config": settings})
+    weights = llama_tensors(
+        hidden=64, inner=96, layers=1, heads=4, kv_heads=2, head_dim=16, vocab=300, tied=False, biases=(), seed=0
+    )
+    raw: dict[str, tuple[str, np.ndarray]] = {}
+    for name, array in weights.items():
+        if "_proj" in name:
+            raw[name] = "F8_E4M3", np.full(array.shape, 0x38, np.uint8)
+            raw[f"{name}_scale_inv"] = "F32", np.full((1, 1), 0.5, np.float32)
+        else:
+            raw[name] = "F16", array.astype(np.float16)
+    write_safetensors(tmp_path / "fp8/model.safetensors", raw)
+    w4("quantize", "fp8", "o.w4").failed(2, "quantized already", "F8_E4M3", "--requantize", "--scheme keep")
+    assert not (tmp_path / "o.w4").exists()
+    assert "rounded a second time" in w4("quantize", "fp8", "o.w4", "--requantize").done().out
+    assert "stored as float32, exactly" in w4("quantize", "fp8", "k.w4", "--scheme", "keep").done().out
+    assert "fp8" in w4("inspect", "fp8").done().out
+    w4("verify", "k.w4", "--against", "fp8").done()

@@ -33,15 +33,21 @@ def quantize(
     source: Annotated[str, typer.Argument(metavar="IN", help="Hugging Face directory or GGUF file")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The .w4 file to write; - for standard output")],
     scheme: Annotated[
-        str,
-        typer.Option(metavar="|".join(SCHEMES), help="Coding of linear weights", autocompletion=one_of(SCHEMES)),
-    ] = "w4a16",
-    group_size: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="|".join(GROUP_SIZES), help="Weights that share a scale", autocompletion=one_of(GROUP_SIZES)
+            metavar="|".join(SCHEMES),
+            help="Coding of linear weights [default: keep where IN has codes that can be kept, else w4a16]",
+            autocompletion=one_of(SCHEMES),
         ),
-    ] = "128",
+    ] = None,
+    group_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(GROUP_SIZES),
+            help="Weights that share a scale [default: 128]",
+            autocompletion=one_of(GROUP_SIZES),
+        ),
+    ] = None,
     embeddings: Annotated[
         str | None,
         typer.Option(
@@ -65,6 +71,10 @@ def quantize(
         int, typer.Option(min=1, metavar="N", help="Tokens of it to use, spread over the whole")
     ] = 16384,
     calibration_ctx: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence")] = 512,
+    requantize: Annotated[
+        bool,
+        typer.Option("--requantize", help="Round to w4a16 what IN has quantized already and cannot be kept exactly"),
+    ] = False,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
     resume: Annotated[
@@ -98,6 +108,7 @@ def quantize(
                 calibration=calibration,
                 calibration_tokens=calibration_tokens,
                 calibration_ctx=calibration_ctx,
+                requantize=requantize,
                 threads=threads,
                 overwrite=overwrite,
                 resume=resume,

@@ -19,8 +19,9 @@ from w4conv.models import parse_config
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
 from w4conv.scheme import TILE_ROWS
-from w4conv.sources.base import Source
+from w4conv.sources.base import CodedRows, Source
 
+KEPT_METHOD: Final = "keep"  # codes and scales of the source, as they are
 REPEATABLE_METHOD: Final = "rtn"  # the others depend on a text that the container does not hold
 _BLOCK_VALUES: Final = 1 << 20  # values compared at a time: some 40 MB of float64 temporaries
 
@@ -110,7 +111,7 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
 
 def _calibrated(container: Container, method: str) -> set[str]:
     """Names of the tensors that cannot be made again here: linear weights, or all where the method is not known."""
-    if method == REPEATABLE_METHOD:
+    if method in (REPEATABLE_METHOD, KEPT_METHOD):
         return set()
     if method not in METHODS:
         return set(container.tensors)
@@ -148,6 +149,7 @@ class _Block:
     dtype: str
     values: Array
     parts: dict[str, npt.NDArray[np.uint8]]
+    coded: CodedRows | None = None  # as the source has them, where that is the scheme of the container
 
     def values_f32(self) -> npt.NDArray[np.float32]:
         if self.dtype == "BF16":
@@ -159,8 +161,14 @@ class _Block:
         return codes.dequantize(self.info.scheme, shape, self.parts).reshape(self.values.shape)
 
     def made_again(self, threads: int | None) -> bool:
-        """Whether round-to-nearest makes the same bytes of the source; only of use where that was the method."""
+        """Whether the bytes are the source's own, or what round-to-nearest makes of its values."""
         scheme = self.info.scheme
+        if self.coded is not None:
+            kept = codes.pack_matrix(scheme, self.coded.codes, self.coded.scales, self.coded.zero_points)
+            if all(self._equal(kind, part) for kind, part in kept.items()):
+                return True
+            if scheme.kind not in ("int4", "int8") or scheme.scale_dtype != "f16":
+                return False
         try:
             if not self._is_matrix:  # vectors keep their type
                 same_type = scheme.kind == self.dtype.lower()
@@ -181,7 +189,7 @@ class _Block:
 
 
 def _blocks(container: Container, info: TensorInfo, source: Source) -> Iterator[_Block]:
-    dtype = source.tensors[info.name].dtype
+    dtype, coding = source.tensors[info.name].dtype, source.tensors[info.name].coding
     parts = {part.kind: container.bytes_of(part) for part in info.parts}
     if len(info.shape) < 2:
         yield _Block(info, dtype, source.read(info.name).reshape(1, -1), parts)
@@ -198,7 +206,8 @@ def _blocks(container: Container, info: TensorInfo, source: Source) -> Iterator[
                 kind: raw.reshape(n_matrices * n_tiles, -1)[matrix * n_tiles + tile : matrix * n_tiles + last].ravel()
                 for kind, raw in parts.items()
             }
-            yield _Block(info, dtype, _read_rows(source, info, matrix, rows), taken)
+            coded = source.read_coded(info.name, rows) if coding == info.scheme else None
+            yield _Block(info, dtype, _read_rows(source, info, matrix, rows), taken, coded)
 
 
 def _read_rows(source: Source, info: TensorInfo, matrix: int, rows: slice) -> Array:

@@ -31,6 +31,10 @@ class Recipe:
     embeddings: str
     group_size: int
 
+    def keeps(self, role: Role) -> bool:
+        """Whether tensors of this role keep the coding that they have."""
+        return (self.embeddings if role in ("embedding", "head") else self.linear) == "keep"
+
     def scheme_for(self, role: Role, shape: tuple[int, ...], dtype: str) -> QuantScheme:
         """The scheme of a tensor whose source holds `dtype` ("F16", "BF16", "F32"); vectors keep theirs."""
         kind = self.embeddings if role in ("embedding", "head") else self.linear

@@ -6,9 +6,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from w4conv.scheme import QuantScheme
+
+PLAIN: Final = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Rows of a matrix in its `coding`.
+
+    codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16 or float32.
+    zero_points: (n_rows, n_groups) uint8 for int4z, else None.
+    """
+
+    codes: npt.NDArray[np.generic]
+    scales: npt.NDArray[np.generic]
+    zero_points: npt.NDArray[np.uint8] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +35,26 @@ class SourceTensor:
 
     dtype: "F16", "BF16" or "F32": what `Source.read` returns.
     stored_as: the checkpoint's own word for its coding, such as "F16" or "Q4_1".
+    coding: the scheme in which `Source.read_coded` gives a matrix exactly as the checkpoint has it; None where it has
+        plain values, or codes that no scheme holds.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     stored_as: str
+    coding: QuantScheme | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the checkpoint itself holds rounded values."""
+        return self.stored_as not in PLAIN
 
 
 class Source(ABC):
     """A checkpoint opened for reading. Opening reads headers only; `read` touches just the bytes it returns.
 
-    kind: "safetensors" or "gguf".
+    kind: "safetensors", "gguf", or of a quantized Hugging Face directory its method, such as "gptq".
     path: what the user named.
     files: the weight files and the sidecar files used, for digests, in a fixed order.
     tensors: name -> SourceTensor, names as in Hugging Face checkpoints whatever the file format.
@@ -51,6 +77,10 @@ class Source(ABC):
         rows: a slice of the first axis without a step; only its bytes are read. Raises InputError when the file has
         shrunk since it was opened.
         """
+
+    def read_coded(self, name: str, rows: slice) -> CodedRows:
+        """Some rows of a matrix whose `coding` is not None, as codes and scales that mean just what `read` gives."""
+        raise NotImplementedError(f"{self.kind}: {name} has no coding")
 
     @abstractmethod
     def close(self) -> None:

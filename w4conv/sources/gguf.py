@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
+from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources._files import VALUE_DTYPES, MappedFile, row_range, values
-from w4conv.sources.base import Source, SourceTensor
+from w4conv.sources.base import CodedRows, Source, SourceTensor
 from w4conv.sources.gguf_config import ARCHITECTURES, Architecture, rebuild_config, rebuild_generation_config
 from w4conv.sources.gguf_header import GgufHeader, GgufTensor
 from w4conv.sources.gguf_tokenizer import rebuild_tokenizer
@@ -44,6 +45,11 @@ BLOCK: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 ROPE_FACTORS: Final = "rope_freqs.weight"  # computed from the rope scaling, of which it is the only trace
 SPLIT: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SPLITS: Final = 1000
+
+
+BLOCK_COLUMNS: Final = 32
+# Types whose very codes and scales a scheme of the container holds, as blocks of 32 columns.
+CODINGS: Final[dict[str, QuantScheme]] = {"Q4_0": int4(BLOCK_COLUMNS), "Q8_0": int8(BLOCK_COLUMNS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +87,28 @@ class GgufSource(Source):
         tensor = place.tensor
         start, stop = row_range(rows, tensor.shape)
         shape = (stop - start, *tensor.shape[1:])
+        raw = self._raw(place, start, stop)
+        if tensor.type_name in VALUE_DTYPES:
+            return values(raw, tensor.type_name, shape)
+        return _dequantized(raw, tensor, shape, f"{place.file.path}: {tensor.name}")
+
+    @staticmethod
+    def _raw(place: _Place, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes of the rows [start, stop) of the checkpoint."""
+        tensor = place.tensor
         n_bytes = tensor.nbytes // tensor.shape[0]
         if place.n_heads and start < stop:
             # Rows of a head stay within the head, so the bytes touched are those of the heads that are touched.
             order = stored_rows(tensor.shape[0] // place.n_heads, start, stop)
             first, last = int(order.min()), int(order.max()) + 1
             raw = place.file.view(tensor.offset + first * n_bytes, (last - first) * n_bytes)
-            raw = raw.reshape(last - first, n_bytes)[order - first].reshape(-1)
-        else:
-            raw = place.file.view(tensor.offset + start * n_bytes, (stop - start) * n_bytes)
-        if tensor.type_name in VALUE_DTYPES:
-            return values(raw, tensor.type_name, shape)
-        return _dequantized(raw, tensor, shape, f"{place.file.path}: {tensor.name}")
+            return raw.reshape(last - first, n_bytes)[order - first].reshape(-1)
+        return place.file.view(tensor.offset + start * n_bytes, (stop - start) * n_bytes)
+
+    def read_coded(self, name: str, rows: slice) -> CodedRows:
+        place = self._places[name]
+        start, stop = row_range(rows, place.tensor.shape)
+        return _coded(self._raw(place, start, stop).reshape(stop - start, -1), place.tensor.type_name)
 
     def close(self) -> None:
         for place in self._places.values():
@@ -224,7 +240,19 @@ def _named(
 
 def _source_tensor(name: str, tensor: GgufTensor) -> SourceTensor:
     dtype = tensor.type_name if tensor.type_name in VALUE_DTYPES else "F32"
-    return SourceTensor(name, tensor.shape, dtype, tensor.type_name)
+    coding = CODINGS.get(tensor.type_name) if len(tensor.shape) == 2 else None
+    return SourceTensor(name, tensor.shape, dtype, tensor.type_name, coding)
+
+
+def _coded(raw: npt.NDArray[np.uint8], type_name: str) -> CodedRows:
+    """(n_rows, bytes of a row): blocks of an FP16 scale, then 16 bytes code[j] | code[j + 16] << 4 or 32 signed."""
+    n_rows = raw.shape[0]
+    blocks = raw.reshape(n_rows, -1, 18 if type_name == "Q4_0" else 34)
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
+    codes = np.ascontiguousarray(blocks[..., 2:])
+    if type_name == "Q4_0":
+        return CodedRows(np.concatenate([codes & 15, codes >> 4], axis=2).reshape(n_rows, -1), scales, None)
+    return CodedRows(codes.view(np.int8).reshape(n_rows, -1), scales, None)
 
 
 def _dequantized(

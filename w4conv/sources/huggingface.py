@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,11 @@ from w4conv.sources._files import (
     row_range,
     values,
 )
-from w4conv.sources.base import Source, SourceTensor
+from w4conv.sources.base import CodedRows, Source, SourceTensor
 from w4conv.sources.safetensors import Entry, read_header
+
+if TYPE_CHECKING:
+    from w4conv.sources.packed import PackedTensor
 
 CONFIG: Final = "config.json"
 SIDECARS: Final = (
@@ -32,6 +35,7 @@ SIDECARS: Final = (
 )
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+QUANTIZATION_KEYS: Final = ("quantization_config", "quantization", "compression_config")
 MAX_SHARDS: Final = 10_000
 # Endings of what other 4-bit and 8-bit formats store in place of a plain weight.
 PACKED_ENDINGS: Final = (
@@ -48,25 +52,33 @@ PICKLE_ADVICE: Final = (
 class HuggingFaceSource(Source):
     """See `open_huggingface`."""
 
-    kind = "safetensors"
-
     def __init__(
         self,
         path: Path,
         *,
         files: Iterable[Path],
+        mapped: Iterable[MappedFile],
         entries: dict[str, tuple[MappedFile, Entry]],
         blobs: dict[str, bytes],
         notes: Iterable[str],
+        packed: Mapping[str, PackedTensor] | None = None,
+        kind: str = "safetensors",
     ) -> None:
         self.path = path
         self.files = tuple(files)
         self._entries = entries
+        self._mapped = tuple(mapped)
+        self._packed = packed or {}
+        self.kind = kind
         self.tensors = {n: SourceTensor(n, e.shape, e.dtype, e.dtype) for n, (_, e) in entries.items()}
+        self.tensors |= {n: SourceTensor(n, p.shape, "F32", p.stored_as, p.coding) for n, p in self._packed.items()}
         self.blobs = blobs
         self.notes = tuple(notes)
 
     def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.generic]:
+        if name in self._packed:
+            tensor = self._packed[name]
+            return tensor.values(slice(*row_range(rows, tensor.shape)))
         file, entry = self._entries[name]
         start, stop = row_range(rows, entry.shape)
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
@@ -75,8 +87,14 @@ class HuggingFaceSource(Source):
         raw = file.view(entry.offset + start * row_nbytes, (stop - start) * row_nbytes)
         return values(raw, entry.dtype, shape)
 
+    def read_coded(self, name: str, rows: slice) -> CodedRows:
+        tensor = self._packed[name]
+        if tensor.coded is None:
+            raise ValueError(f"{name} has no coding")
+        return tensor.coded(slice(*row_range(rows, tensor.shape)))
+
     def close(self) -> None:
-        for file, _ in self._entries.values():
+        for file in self._mapped:
             file.close()
 
 
@@ -84,7 +102,7 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
     """Open a directory. Raises InputError naming the file or tensor that is missing, ambiguous or unsupported."""
     _check_is_model(directory)
     blobs = {CONFIG: read_small(directory / CONFIG)}
-    _refuse_quantized(parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True), directory / CONFIG)
+    config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
     files = [directory / CONFIG]
     for name in SIDECARS:
         if (directory / name).exists():
@@ -105,11 +123,24 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
         notes.append(f"Left aside, as {named_by} the weights: {_listed(aside)}.")
 
     found = _read_shards(directory, weights, weight_map)
+    mapped = {id(file): file for file, _ in found.values()}.values()
+    kind = "safetensors"
+    packed: dict[str, PackedTensor] = {}
+    if any(config.get(key) for key in QUANTIZATION_KEYS):
+        from w4conv.sources.packed import RawTensors, find_packed  # loaded only where it is needed
+
+        raw = RawTensors(directory, found)
+        kind, packed = find_packed(config, raw)
+        found = {name: place for name, place in found.items() if name not in raw.used}
+        if both := sorted(packed.keys() & found.keys()):
+            raise InputError(f"{directory}: {both[0]} is stored twice, plain and as {kind}")
     _refuse_packed(found, directory)
     entries = {name: place for name, place in found.items() if place[1].dtype in VALUE_DTYPES}
     if ignored := {f"{name} ({place[1].dtype})" for name, place in found.items() if name not in entries}:
         notes.append(f"Left out, as no weight is stored in such a dtype: {_listed(ignored)}.")
-    return HuggingFaceSource(directory, files=files, entries=entries, blobs=blobs, notes=notes)
+    return HuggingFaceSource(
+        directory, files=files, mapped=mapped, entries=entries, blobs=blobs, notes=notes, packed=packed, kind=kind
+    )
 
 
 def _check_is_model(directory: Path) -> None:
@@ -224,22 +255,12 @@ def _read_shards(
     return out
 
 
-def _refuse_quantized(config: dict[str, object], path: Path) -> None:
-    for key in ("quantization_config", "quantization", "compression_config"):
-        if settings := config.get(key):
-            method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
-            raise InputError(
-                f"{path}: {key}: the weights are already quantized (method {str(method)[:40]}); importing quantized "
-                "checkpoints other than GGUF is not supported yet. Convert the original F16 or BF16 model"
-            )
-
-
 def _refuse_packed(found: dict[str, tuple[MappedFile, Entry]], directory: Path) -> None:
     for name, (file, entry) in found.items():
         if name.endswith(PACKED_ENDINGS) or "quant_state" in name:
             raise InputError(
-                f"{directory}: {name} belongs to an already quantized checkpoint; importing those, other than GGUF, "
-                "is not supported yet. Convert the original F16 or BF16 model"
+                f"{directory}: {name} belongs to a quantized checkpoint, but config.json says nothing of it, or not of "
+                "this tensor. Without it, what the bytes mean would be a guess"
             )
         if name.endswith((".weight", ".bias")) and entry.dtype not in VALUE_DTYPES:
             raise InputError(f"{file.path}: {name}: stored as {entry.dtype}; only F16, BF16 and F32 are supported")

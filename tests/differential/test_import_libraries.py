@@ -1,0 +1,105 @@
+"""Quantized checkpoints written by the libraries of their formats: our values are theirs, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exports import same, schemes, values
+from helpers import llama_tensors, make_llama_dir, write_safetensors
+
+import w4conv
+from w4conv.sources import open_source
+
+torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
+
+SHAPE: dict[str, Any] = {"hidden": 128, "inner": 256, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+def weights() -> dict[str, np.ndarray]:
+    return llama_tensors(**SHAPE, vocab=300, tied=False, biases=(), seed=3)
+
+
+def write(directory: Path, settings: dict[str, Any], raw: dict[str, tuple[str, np.ndarray]]) -> Path:
+    make_llama_dir(directory, **SHAPE, config={"quantization_config": settings})
+    write_safetensors(directory / "model.safetensors", raw)
+    return directory
+
+
+def check(directory: Path, expected: dict[str, np.ndarray], kind: str) -> None:
+    with open_source(directory) as source:
+        for name, value in expected.items():
+            assert same(source.read(name).astype(np.float32), value), name
+    out = directory.with_suffix(".w4")
+    w4conv.quantize(directory, out, scheme="keep")
+    kept = values(out)
+    assert all(same(kept[name], value) for name, value in expected.items())
+    assert {schemes(out)[name].kind for name in expected} == {kind}
+    assert w4conv.verify(out, against=directory).ok
+
+
+@pytest.mark.filterwarnings("default")  # of the package's own
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes(tmp_path: Path, kind: str, nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the oracle here")
+    raw: dict[str, tuple[str, np.ndarray]] = {}
+    expected = {}
+    for name, array in weights().items():
+        if "_proj" not in name:
+            raw[name] = "F16", array.astype(np.float16)
+            continue
+        data, state = functional.quantize_4bit(
+            torch.from_numpy(array), blocksize=64, compress_statistics=nested, quant_type=kind
+        )
+        raw[name] = "U8", data.numpy()
+        for part, tensor in state.as_dict(packed=True).items():
+            array_ = tensor.numpy()
+            raw[f"{name}.{part}"] = {"uint8": "U8", "float32": "F32"}[str(array_.dtype)], array_
+        expected[name] = functional.dequantize_4bit(data, state).numpy()
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    check(write(tmp_path / "m", settings, raw), expected, kind)
+
+
+@pytest.mark.filterwarnings("default")  # of the package's own
+@pytest.mark.parametrize(("symmetric", "bits"), [(True, 4), (False, 4), (True, 8)])
+@pytest.mark.parametrize("group_size", [32, 128, None])
+def test_compressed_tensors(tmp_path: Path, symmetric: bool, bits: int, group_size: int | None) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is the oracle; install the oracle group")
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    strategy = {"strategy": "group", "group_size": group_size} if group_size else {"strategy": "channel"}
+    args = QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, **strategy)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    raw: dict[str, tuple[str, np.ndarray]] = {}
+    expected = {}
+    dtypes = {"int32": "I32", "int64": "I64", "float32": "F32", "float16": "F16"}
+    for name, array in weights().items():
+        if "_proj" not in name:
+            raw[name] = "F16", array.astype(np.float16)
+            continue
+        groups = array.reshape(array.shape[0], -1, group_size or array.shape[1])
+        low, high = groups.min(axis=2), groups.max(axis=2)
+        top = 2**bits - 1
+        scale = (2 * np.maximum(high, -low) / top if symmetric else (high - low) / top).astype(np.float16)
+        zero = np.clip(np.rint(-low / scale), 0, top).astype(np.int64) - 2 ** (bits - 1)
+        state = {"weight": torch.from_numpy(array), "weight_scale": torch.from_numpy(scale.astype(np.float32))}
+        if not symmetric:
+            state["weight_zero_point"] = torch.from_numpy(zero.astype(np.int8))
+        packed = PackedQuantizationCompressor.compress(state, scheme)
+        expected[name] = PackedQuantizationCompressor.decompress(packed, scheme)["weight"].numpy()
+        for part, tensor in packed.items():
+            raw[f"{name.removesuffix('weight')}{part}"] = dtypes[str(tensor.numpy().dtype)], tensor.numpy()
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+    }
+    directory = write(tmp_path / "m", settings, raw)
+    check(directory, expected, "int8" if bits == 8 else "int4" if symmetric else "int4z")
+    sizes = {schemes(directory.with_suffix(".w4"))[name].group_size for name in expected}
+    assert sizes == {group_size or 0}

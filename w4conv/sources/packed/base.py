@@ -1,0 +1,186 @@
+"""What the packed formats share: raw tensors with checked types and shapes, nibbles, groups, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes
+from w4conv.errors import InputError
+from w4conv.scheme import GROUP_SIZES, QuantScheme
+from w4conv.sources._files import MappedFile
+from w4conv.sources.base import CodedRows
+from w4conv.sources.safetensors import Entry
+
+Array = npt.NDArray[np.generic]
+F32Array = npt.NDArray[np.float32]
+
+_NUMPY: Final[Mapping[str, np.dtype[Any]]] = {
+    "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4"),
+    "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
+    "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
+}  # fmt: skip
+FLOATS: Final = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A matrix in the coding of its format.
+
+    stored_as: letters, digits and "_". coding: the scheme of the container that holds it exactly, with `coded` for its
+    rows; both None where there is none. values: rows in float32.
+    """
+
+    shape: tuple[int, int]
+    stored_as: str
+    coding: QuantScheme | None
+    coded: Callable[[slice], CodedRows] | None
+    values: Callable[[slice], F32Array]
+
+
+class RawTensors:
+    """Tensors of the files as they are stored. `used` gathers the names that a format has made use of."""
+
+    def __init__(self, directory: Path, found: Mapping[str, tuple[MappedFile, Entry]]) -> None:
+        self.directory = directory
+        self.used: set[str] = set()
+        self._found = found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def error(self, message: str) -> InputError:
+        return InputError(f"{self.directory}: {message}")
+
+    def modules(self, ending: str) -> Iterator[str]:
+        """Names that end so, without the ending."""
+        return (name.removesuffix(ending) for name in self._found if name.endswith(ending))
+
+    def entry(self, name: str) -> Entry:
+        if name not in self._found:
+            raise self.error(f"{name} is missing, though its parts are there. Fetch the checkpoint again")
+        return self._found[name][1]
+
+    def use(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """The shape of a tensor, checked. Raises InputError when it is missing or of another type or shape."""
+        entry = self.entry(name)
+        if entry.dtype not in dtypes or entry.dtype not in _NUMPY:
+            raise self.error(f"{name} is {entry.dtype}, expected {' or '.join(dtypes)}")
+        if shape is not None and entry.shape != shape:
+            raise self.error(f"{name} has shape {entry.shape}, expected {shape}")
+        self.used.add(name)
+        return entry.shape
+
+    def use_matrix(self, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
+        """As `use`, of rank 2 and not empty."""
+        shape = self.use(name, dtypes)
+        if len(shape) != 2 or 0 in shape:
+            raise self.error(f"{name} has shape {shape}, expected a matrix")
+        return shape[0], shape[1]
+
+    def read(self, name: str) -> Array:
+        """A view of the whole tensor."""
+        file, entry = self._found[name]
+        raw = file.view(entry.offset, entry.nbytes)
+        word = _NUMPY[entry.dtype]
+        return (raw.copy() if raw.ctypes.data % word.itemsize else raw).view(word).reshape(entry.shape)
+
+    def floats(self, name: str) -> F32Array:
+        """F16, BF16 or F32 as float32, exactly."""
+        values = self.read(name)
+        if self.entry(name).dtype == "BF16":
+            return codes.bf16_to_f32(values.astype(np.uint16))
+        return values.astype(np.float32)
+
+
+def fields(words: Array, bits: int) -> npt.NDArray[np.uint8]:
+    """(..., n) words of 32 bits -> (..., n * 32 / bits) unsigned codes, the lowest bits first."""
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    out = unsigned[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    return out.astype(np.uint8).reshape(*unsigned.shape[:-1], -1)
+
+
+def scale_dtype(scales: F32Array) -> str:
+    """ "f16" where every scale is a float16, else "f32"."""
+    with np.errstate(over="ignore"):
+        return "f16" if np.array_equal(scales.astype(np.float16).astype(np.float32), scales) else "f32"
+
+
+def container_group(group_size: int, n_columns: int) -> tuple[int, int] | None:
+    """(group size of the container, times that each scale is repeated), or None where no group of it divides."""
+    if group_size >= n_columns and group_size not in GROUP_SIZES:
+        return 0, 1
+    for size in sorted((size for size in GROUP_SIZES if size), reverse=True):
+        if group_size % size == 0:
+            return size, group_size // size
+    return None
+
+
+def packed_tensor(
+    *,
+    shape: tuple[int, int],
+    stored_as: str,
+    kind: str | None,
+    group_size: int | None,
+    scales: Callable[[slice], F32Array],
+    levels: Callable[[slice], Array],
+    zero_points: Callable[[slice], npt.NDArray[np.uint8]] | None = None,
+    values: Callable[[slice], F32Array] | None = None,
+) -> PackedTensor:
+    """A PackedTensor of `kind` ("int4", ...), or where kind is None, or no group fits, of `values` alone.
+
+    group_size: None for one scale a row.
+    scales: (n_rows, n_groups) of some rows, all of which are looked at now. levels: codes as the container has them.
+    """
+    n_rows, n_columns = shape
+    group = (0, 1) if group_size is None else container_group(group_size, n_columns)
+    width = n_columns if group_size is None else group_size
+    whole = slice(0, n_rows)
+    everything = scales(whole)
+
+    def plain(rows: slice) -> F32Array:
+        if values is not None:
+            return values(rows)
+        assert kind is not None
+        per_column = np.repeat(scales(rows), width, axis=1)[:, :n_columns]
+        q: F32Array
+        if kind in codes.CODEBOOKS:
+            q = codes.CODEBOOKS[kind][levels(rows)]
+        elif zero_points is not None:
+            q = levels(rows).astype(np.float32) - np.repeat(zero_points(rows), width, axis=1)[:, :n_columns]
+        else:
+            q = levels(rows).astype(np.float32) - np.float32(codes.INT4_PAD if kind == "int4" else 0)
+        out: F32Array = q * per_column
+        return out
+
+    if kind is None or group is None:
+        return PackedTensor(shape, stored_as, None, None, plain)
+    size, repeats = group
+    coding = QuantScheme(kind, size, scale_dtype(everything))
+    n_groups = coding.n_groups(n_columns)
+
+    def coded(rows: slice) -> CodedRows:
+        def spread(a: Array) -> Array:
+            return np.repeat(a, repeats, axis=1)[:, :n_groups]
+
+        return CodedRows(
+            levels(rows),
+            spread(scales(rows)).astype(codes.SCALE_DTYPES[coding.scale_dtype]),
+            None if zero_points is None else spread(zero_points(rows)).astype(np.uint8),
+        )
+
+    return PackedTensor(shape, stored_as, coding, coded, plain)
+
+
+def integer(settings: Mapping[str, Any], key: str, raw: RawTensors, default: int | None = None) -> int:
+    """An integer of the quantization settings. Raises InputError."""
+    value = settings.get(key, default)
+    if type(value) is not int or not -1 <= value <= 1 << 20:
+        raise raw.error(f"quantization_config: {key} is {str(value)[:40]!r}, expected an integer")
+    return value

@@ -1,0 +1,120 @@
+"""compressed-tensors: packed integers, plain int8, FP8.
+
+X.weight_packed      I32 (out, ceil(in * bits / 32))   codes + 2^(bits-1), the first lowest
+X.weight_scale       (out, groups), (out, 1) or (1,)
+X.weight_zero_point  I32 (ceil(out * bits / 32), groups)   asymmetric 4-bit; packed along out, + 8
+X.weight_shape       I64 (2,)                          [out, in]
+X.weight_g_idx       I32 (in,)                         group of each column, where activations were ordered
+
+X.weight             I8 or F8_E4M3 (out, in), with X.weight_scale
+
+value = (code - zero point) * scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.sources.packed import fp8
+from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, packed_tensor
+
+FORMATS: Final = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")
+
+
+def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
+    groups = settings.get("config_groups")
+    inner = [g.get("format") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    for layout in (settings.get("format"), *inner):
+        if layout is not None and layout not in FORMATS:
+            raise raw.error(f"compressed-tensors format {str(layout)[:40]!r} is not supported")
+    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    named = (w.get("group_size") for w in weights if isinstance(w, dict))
+    sizes = {size for size in named if isinstance(size, int)}
+    out = {f"{module}.weight": _packed(module, raw, sizes) for module in raw.modules(".weight_packed")}
+    for module in raw.modules(".weight_scale"):
+        name = f"{module}.weight"
+        if name in out or name not in raw:
+            continue
+        raw.used |= {n for n in (f"{module}.input_scale", f"{module}.weight_zero_point") if n in raw}
+        if raw.entry(name).dtype == "I8":
+            out[name] = _int8(module, raw, sizes)
+        else:
+            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=None)
+    return out
+
+
+def _packed(module: str, raw: RawTensors, sizes: set[int]) -> PackedTensor:
+    n_rows, n_words = raw.use_matrix(f"{module}.weight_packed", ("I32",))
+    raw.use(f"{module}.weight_shape", ("I64", "I32"), (2,))
+    shape = tuple(int(n) for n in raw.read(f"{module}.weight_shape"))
+    bits = next((b for b in (4, 8) if shape[0] == n_rows and -(-shape[1] * b // 32) == n_words and shape[1] > 0), 0)
+    if not bits:
+        raise raw.error(f"{module}.weight_packed of {n_words} words a row does not hold {shape} in 4 or 8 bits")
+    n_columns = shape[1]
+    n_groups, size = _groups(module, raw, n_rows, n_columns)
+    zero_name, order_name = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
+    zeros = None
+    if zero_name in raw and bits == 4:
+        raw.use(zero_name, ("I32",), (-(-n_rows // 8), n_groups))
+        zeros = np.ascontiguousarray(fields(raw.read(zero_name).T, 4).T[:n_rows])
+        zeros = None if (zeros == 8).all() else zeros
+    elif zero_name in raw:
+        raise raw.error(f"{zero_name}: 8-bit weights with zero points are not supported")
+    if order_name in raw:
+        raw.use(order_name, ("I32", "I64"), (n_columns,))
+        order = raw.read(order_name).astype(np.int64)  # -1 everywhere: not ordered
+        if not np.array_equal(order, np.arange(n_columns) // size) and (order != -1).any():
+            raise raw.error(f"{order_name} puts columns into another order, which is not supported")
+
+    def levels(rows: slice) -> npt.NDArray[np.generic]:
+        unsigned = fields(raw.read(f"{module}.weight_packed")[rows], bits)[:, :n_columns]
+        return unsigned if bits == 4 else (unsigned ^ np.uint8(0x80)).view(np.int8)
+
+    return packed_tensor(
+        shape=(n_rows, n_columns),
+        stored_as=f"ct_{bits}bit_{'row' if n_groups == 1 else f'g{size}'}",
+        kind="int8" if bits == 8 else "int4" if zeros is None else "int4z",
+        group_size=None if n_groups == 1 and size not in sizes else size,
+        scales=lambda rows: _scales(module, raw, n_rows, rows),
+        levels=levels,
+        zero_points=None if zeros is None else (lambda rows: zeros[rows]),
+    )
+
+
+def _int8(module: str, raw: RawTensors, sizes: set[int]) -> PackedTensor:
+    name = f"{module}.weight"
+    n_rows, n_columns = raw.use_matrix(name, ("I8",))
+    n_groups, size = _groups(module, raw, n_rows, n_columns)
+    zero_name = f"{module}.weight_zero_point"
+    if zero_name in raw and raw.read(zero_name).any():
+        raise raw.error(f"{zero_name}: 8-bit weights with zero points are not supported")
+    return packed_tensor(
+        shape=(n_rows, n_columns),
+        stored_as=f"ct_int8_{'row' if n_groups == 1 else f'g{size}'}",
+        kind="int8",
+        group_size=None if n_groups == 1 and size not in sizes else size,
+        scales=lambda rows: _scales(module, raw, n_rows, rows),
+        levels=lambda rows: raw.read(name)[rows],
+    )
+
+
+def _groups(module: str, raw: RawTensors, n_rows: int, n_columns: int) -> tuple[int, int]:
+    """(groups of a row, columns of a group)."""
+    name = f"{module}.weight_scale"
+    shape = raw.use(name, FLOATS)
+    if shape in ((), (1,), (1, 1), (n_rows,), (n_rows, 1)):
+        return 1, n_columns
+    if len(shape) != 2 or shape[0] != n_rows or not shape[1] or n_columns % shape[1]:
+        raise raw.error(f"{name} of shape {shape} does not divide the rows of ({n_rows}, {n_columns}) into groups")
+    return shape[1], n_columns // shape[1]
+
+
+def _scales(module: str, raw: RawTensors, n_rows: int, rows: slice) -> F32Array:
+    scales = raw.floats(f"{module}.weight_scale")
+    if scales.size == 1:
+        return np.full((rows.stop - rows.start, 1), scales.reshape(-1)[0], np.float32)
+    return scales.reshape(n_rows, -1)[rows]

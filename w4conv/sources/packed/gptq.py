@@ -1,0 +1,109 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it.
+
+    X.qweight  I32 (in * bits / 32, out)       codes along in, the first lowest
+    X.qzeros   I32 (groups, out * bits / 32)   zero points along out; less 1 in "gptq", as they are in "gptq_v2"
+    X.scales   (groups, out)
+    X.g_idx    I32 (in,)                       group of each column; may be absent
+
+    value = (code - zero point) * scale
+
+What the file holds decides, not what the config says of it: whether zero points are those of symmetric weights, and
+whether g_idx puts columns into another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
+
+
+def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
+    bits = integer(settings, "bits", raw)
+    if bits not in (4, 8):
+        raise raw.error(f"GPTQ with {bits} bits is not supported; 4 and 8 are")
+    layout = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    if layout not in ("gptq", "gptq_v2"):
+        raise raw.error(f"GPTQ checkpoint_format {str(layout)[:40]!r} is not supported; gptq and gptq_v2 are")
+    group_size = integer(settings, "group_size", raw)
+    return {
+        f"{module}.weight": _tensor(module, raw, bits, group_size, v2=layout == "gptq_v2")
+        for module in raw.modules(".qweight")
+    }
+
+
+def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: bool) -> PackedTensor:
+    per_word = 32 // bits
+    n_words, n_rows = raw.use_matrix(f"{module}.qweight", ("I32",))
+    n_columns = n_words * per_word
+    size = group_size if group_size > 0 else n_columns
+    n_groups = -(-n_columns // size)
+    if n_rows % per_word:
+        raise raw.error(f"{module}.qweight: {n_rows} outputs are no multiple of {per_word}")
+    raw.use(f"{module}.qzeros", ("I32",), (n_groups, n_rows // per_word))
+    raw.use(f"{module}.scales", FLOATS, (n_groups, n_rows))
+    zeros = _zero_points(module, raw, bits, v2=v2)
+    middle = 1 << (bits - 1)
+    symmetric = bool((zeros == middle).all())
+    order = _order(module, raw, n_columns, n_groups)
+    trivial = order is None or np.array_equal(order, np.arange(n_columns) // size)
+
+    def unsigned(rows: slice) -> npt.NDArray[np.uint8]:
+        words = raw.read(f"{module}.qweight")[:, rows].T  # (rows, in / 8)
+        return fields(words, bits)
+
+    def scales(rows: slice) -> F32Array:
+        return np.ascontiguousarray(raw.floats(f"{module}.scales")[:, rows].T)
+
+    def gathered(rows: slice) -> F32Array:
+        group = np.arange(n_columns) // size if order is None else order
+        levels = unsigned(rows).astype(np.float32) - zeros.T[rows][:, group]
+        out: F32Array = levels * scales(rows)[:, group]
+        return out
+
+    kind = None
+    if trivial:
+        kind = {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
+
+    def levels(rows: slice) -> npt.NDArray[np.generic]:
+        return (unsigned(rows) ^ np.uint8(0x80)).view(np.int8) if bits == 8 else unsigned(rows)
+
+    return packed_tensor(
+        shape=(n_rows, n_columns),
+        stored_as=f"gptq_{bits}bit_{'row' if group_size <= 0 else f'g{group_size}'}{'' if trivial else '_reordered'}",
+        kind=kind,
+        group_size=size if group_size > 0 else None,
+        scales=scales,
+        levels=levels,
+        zero_points=(lambda rows: np.ascontiguousarray(zeros.T[rows]).astype(np.uint8)) if kind == "int4z" else None,
+        values=gathered,
+    )
+
+
+def _zero_points(module: str, raw: RawTensors, bits: int, *, v2: bool) -> npt.NDArray[np.int16]:
+    """(groups, out)."""
+    stored = fields(raw.read(f"{module}.qzeros"), bits)
+    if v2:
+        return stored.astype(np.int16)
+    highest = (1 << bits) - 1
+    if (stored == highest).any():
+        raise raw.error(
+            f"{module}.qzeros holds {highest}, which some programs read as a zero point of {highest + 1} and some as "
+            "0; the file does not say which. Save it with checkpoint_format gptq_v2, or convert the original model"
+        )
+    return stored.astype(np.int16) + 1
+
+
+def _order(module: str, raw: RawTensors, n_columns: int, n_groups: int) -> npt.NDArray[np.int64] | None:
+    name = f"{module}.g_idx"
+    if name not in raw:
+        return None
+    raw.use(name, ("I32", "I64"), (n_columns,))
+    order = raw.read(name).astype(np.int64)
+    if order.min() < 0 or order.max() >= n_groups:
+        raise raw.error(f"{name} names a group outside of 0 to {n_groups - 1}")
+    return order

@@ -1,0 +1,89 @@
+"""MLX, affine mode.
+
+    X.weight  U32 (out, in * bits / 32)   codes, the first lowest
+    X.scales  (out, groups)
+    X.biases  (out, groups)
+
+    value = code * scale + bias
+
+Where every bias is minus a whole number of scales, that number is a zero point and the values are exact in int4, int4z
+or int8; elsewhere they are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
+
+
+def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
+    out = {}
+    for module in raw.modules(".scales"):
+        own = settings.get(module)
+        choice = own if isinstance(own, dict) else settings
+        mode = choice.get("mode", "affine")
+        bits, group_size = integer(choice, "bits", raw), integer(choice, "group_size", raw)
+        if mode != "affine" or bits not in (4, 8) or group_size < 1:
+            raise raw.error(
+                f"{module}: MLX mode {str(mode)[:20]!r} with {bits} bits is not supported; affine 4 and 8 are"
+            )
+        out[f"{module}.weight"] = _tensor(module, raw, bits, group_size)
+    return out
+
+
+def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedTensor:
+    n_rows, n_words = raw.use_matrix(f"{module}.weight", ("U32",))
+    n_columns = n_words * (32 // bits)
+    if n_columns % group_size:
+        raise raw.error(f"{module}.weight: {n_columns} columns are no multiple of the group size {group_size}")
+    shape = n_rows, n_columns // group_size
+    raw.use(f"{module}.scales", FLOATS, shape)
+    raw.use(f"{module}.biases", FLOATS, shape)
+
+    def unsigned(rows: slice) -> npt.NDArray[np.uint8]:
+        return fields(raw.read(f"{module}.weight")[rows], bits)
+
+    def scales(rows: slice) -> F32Array:
+        return raw.floats(f"{module}.scales")[rows]
+
+    def affine(rows: slice) -> F32Array:
+        per_column = np.repeat(scales(rows), group_size, axis=1)
+        out: F32Array = unsigned(rows) * per_column
+        out += np.repeat(raw.floats(f"{module}.biases")[rows], group_size, axis=1)
+        return out
+
+    zeros = _zero_points(scales(slice(0, n_rows)), raw.floats(f"{module}.biases"), bits)
+    middle = 1 << (bits - 1)
+    kind = None
+    if zeros is not None:
+        symmetric = bool((zeros == middle).all())
+        kind = {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
+
+    def levels(rows: slice) -> npt.NDArray[np.generic]:
+        return (unsigned(rows) ^ np.uint8(0x80)).view(np.int8) if bits == 8 else unsigned(rows)
+
+    return packed_tensor(
+        shape=(n_rows, n_columns),
+        stored_as=f"mlx_{bits}bit_g{group_size}",
+        kind=kind,
+        group_size=group_size,
+        scales=scales,
+        levels=levels,
+        zero_points=(lambda rows: zeros[rows]) if zeros is not None and kind == "int4z" else None,
+        values=affine,
+    )
+
+
+def _zero_points(scales: F32Array, biases: F32Array, bits: int) -> npt.NDArray[np.uint8] | None:
+    """Whole numbers z with bias = -z * scale, or None where one is not whole or out of range."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(scales == 0, np.float32(1 << (bits - 1)), np.rint(-biases / scales))
+    inside = np.isfinite(ratio) & (ratio >= 0) & (ratio < 1 << bits)
+    if not inside.all() or not np.array_equal(-ratio * scales, biases):
+        return None
+    return ratio.astype(np.uint8)
