@@ -241,6 +241,11 @@ class _Conversion:
         if self._spec.tied_head and HEAD in extra:
             extra.remove(HEAD)
             self._note_tied_head()
+        if zeros := [name for name in extra if name.endswith(".bias") and not self._source.read(name).any()]:
+            extra = [name for name in extra if name not in zeros]
+            self._notes.append(
+                f"left out, as {self._spec.architecture} has no such biases and all are zero: {_some(zeros)}"
+            )
         if unknown := [name for name in extra if not name.endswith(HARMLESS)]:
             raise self._fail(
                 f"tensors that {self._spec.architecture} does not have: {_some(unknown)}. "

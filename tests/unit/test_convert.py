@@ -479,3 +479,20 @@ def test_sources_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InputError):
         quantize(model, tmp_path / "out.w4")
     assert closed == [True]
+
+
+def test_biases_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Programs that quantize store biases of zeros with every linear layer; others mean that something is wrong."""
+    make_llama_dir(tmp_path / "in", biases=("q_proj",), config={"attention_bias": False})
+    with pytest.raises(InputError, match=r"q_proj\.bias"):
+        convert.quantize(tmp_path / "in", tmp_path / "out.w4")
+    path = tmp_path / "in/model.safetensors"
+    raw = bytearray(path.read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    for name, entry in json.loads(raw[8 : 8 + length]).items():
+        if name.endswith(".bias"):
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            raw[start:end] = bytes(end - start)
+    path.write_bytes(raw)
+    report = convert.quantize(tmp_path / "in", tmp_path / "out.w4")
+    assert any("all are zero: model.layers.0.self_attn.q_proj.bias" in note for note in report.notes)

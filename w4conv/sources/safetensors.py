@@ -64,6 +64,8 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
 
 
 def _check_metadata(metadata: object, where: str) -> None:
+    if metadata is None:
+        return  # MLX writes null where there is none, and the reference implementation reads it
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise InputError(f"{where}: __metadata__ is not an object of strings")
 

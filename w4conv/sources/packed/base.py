@@ -136,13 +136,11 @@ def packed_tensor(
     """A PackedTensor of `kind` ("int4", ...), or where kind is None, or no group fits, of `values` alone.
 
     group_size: None for one scale a row.
-    scales: (n_rows, n_groups) of some rows, all of which are looked at now. levels: codes as the container has them.
+    scales: (n_rows, n_groups) of some rows; all are looked at now to tell their type. levels: codes as in the container.
     """
     n_rows, n_columns = shape
     group = (0, 1) if group_size is None else container_group(group_size, n_columns)
     width = n_columns if group_size is None else group_size
-    whole = slice(0, n_rows)
-    everything = scales(whole)
 
     def plain(rows: slice) -> F32Array:
         if values is not None:
@@ -162,7 +160,7 @@ def packed_tensor(
     if kind is None or group is None:
         return PackedTensor(shape, stored_as, None, None, plain)
     size, repeats = group
-    coding = QuantScheme(kind, size, scale_dtype(everything))
+    coding = QuantScheme(kind, size, scale_dtype(scales(slice(0, n_rows))))
     n_groups = coding.n_groups(n_columns)
 
     def coded(rows: slice) -> CodedRows:

@@ -1,0 +1,64 @@
+"""MLX, both ways: it dequantizes what is exported to our values, and we read what it quantizes as it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exports import config, converted, same, schemes, values
+from helpers import llama_tensors, make_llama_dir
+
+import w4conv
+from w4conv.export import export
+from w4conv.sources import open_source
+
+mx = pytest.importorskip("mlx.core", reason="mlx is the consumer; mlx[cpu] installs where there is a wheel")
+
+
+def dequantized(tensors: dict, module: str, group_size: int, bits: int) -> np.ndarray:
+    """By MLX, in float32."""
+    scales, biases = (tensors[f"{module}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+    return np.array(mx.dequantize(tensors[f"{module}.weight"], scales, biases, group_size=group_size, bits=bits))
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_export(tmp_path: Path, group_size: int) -> None:
+    path = converted(tmp_path, group_size=group_size, hidden=128, inner=256)
+    export(path, tmp_path / "out", to="mlx")
+    tensors, settings = mx.load(str(tmp_path / "out/model.safetensors")), config(tmp_path / "out")["quantization"]
+    n_coded = 0
+    for name, expected in values(path).items():
+        module = name.removesuffix(".weight")
+        if f"{module}.scales" in tensors:
+            own = settings.get(module, settings)
+            assert same(dequantized(tensors, module, own["group_size"], own["bits"]), expected), name
+            n_coded += 1
+        else:
+            assert same(np.array(tensors[name].astype(mx.float32)), expected), name
+    assert n_coded == 16
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_import(tmp_path: Path, group_size: int, bits: int) -> None:
+    """Its own quantizer seldom gives biases that are whole multiples of scales, so the values come as float32."""
+    shape = {"hidden": 128, "inner": 256, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 32}
+    settings = {"group_size": group_size, "bits": bits, "mode": "affine"}
+    make_llama_dir(tmp_path / "m", **shape, config={"quantization": settings, "quantization_config": settings})
+    tensors, expected = {}, {}
+    weights = llama_tensors(**shape, vocab=300, tied=False, biases=(), seed=1)
+    for name, array in weights.items():
+        module, plain = name.removesuffix(".weight"), mx.array(array).astype(mx.float16)
+        tensors[name] = plain
+        if array.ndim == 2:
+            tensors[name], tensors[f"{module}.scales"], tensors[f"{module}.biases"] = mx.quantize(
+                plain, group_size=group_size, bits=bits
+            )
+            expected[name] = dequantized(tensors, module, group_size, bits)
+    mx.save_safetensors(str(tmp_path / "m/model.safetensors"), tensors)
+    with open_source(tmp_path / "m") as source:
+        for name, value in expected.items():
+            assert same(source.read(name), value), name
+    w4conv.quantize(tmp_path / "m", tmp_path / "m.w4", scheme="keep")
+    assert {schemes(tmp_path / "m.w4")[name].kind for name in expected} <= {"f32", "int4z", "int8"}
