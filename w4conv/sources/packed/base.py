@@ -136,7 +136,7 @@ def packed_tensor(
     """A PackedTensor of `kind` ("int4", ...), or where kind is None, or no group fits, of `values` alone.
 
     group_size: None for one scale a row.
-    scales: (n_rows, n_groups) of some rows; all are looked at now to tell their type. levels: codes as in the container.
+    scales: (n_rows, n_groups) of some rows; all are looked at now, to tell their type. levels: codes of some rows.
     """
     n_rows, n_columns = shape
     group = (0, 1) if group_size is None else container_group(group_size, n_columns)
