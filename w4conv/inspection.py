@@ -170,7 +170,7 @@ def _stored_nbytes(source: Source, tensor: SourceTensor, n_values: int) -> int |
     if tensor.stored_as in _SOURCE_BITS:
         return n_values * _SOURCE_BITS[tensor.stored_as] // 8
     if source.kind != "gguf":
-        return None
+        return tensor.nbytes
     import gguf  # slow to load, and of use here only
 
     try:

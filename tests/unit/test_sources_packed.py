@@ -352,7 +352,11 @@ def test_bitsandbytes(tmp_path: Path, kind: str, nested: bool, block: int) -> No
 def test_inspect_names_the_format(tmp_path: Path) -> None:
     found = inspect(write(tmp_path / "m", GPTQ, gptq()))
     assert found.kind == "gptq"
-    assert "gptq_4bit_g32" in {t.scheme for t in found.tensors}
+    linear = next(t for t in found.tensors if t.name == f"{Q}.weight")
+    assert linear.scheme == "gptq_4bit_g32"
+    # 64 by 64: codes, 2 groups of scales and zero points, and the group of each column
+    assert linear.nbytes == 64 * 64 // 2 + 2 * 64 * 2 + 2 * 64 // 2 + 64 * 4
+    assert found.bits_per_weight is not None
 
 
 def test_default_scheme(tmp_path: Path) -> None:

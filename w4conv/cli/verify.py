@@ -133,7 +133,7 @@ def round_trip_text(r: RoundTrip) -> str:
     if r.changed_files:
         same = f"other bytes than recorded: {', '.join(r.changed_files)}"
     made = {
-        True: f"exactly what {r.method} makes of it",
+        True: "its own, as they are" if r.method == "keep" else f"exactly what {r.method} makes of it",
         False: f"NOT what {r.method} makes of it",
         None: _not_made_again(r),
     }[r.same_codes]

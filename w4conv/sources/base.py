@@ -44,6 +44,7 @@ class SourceTensor:
     dtype: str
     stored_as: str
     coding: QuantScheme | None = None
+    nbytes: int | None = None  # with scales, where the checkpoint's own word does not say it
 
     @property
     def is_quantized(self) -> bool:

@@ -290,5 +290,5 @@ def _notes(places: Mapping[str, _Place], blobs: Mapping[str, bytes]) -> list[str
         f"{name} ({n} tensor{'s' if n > 1 else ''})" for name, n in counts.most_common() if name not in VALUE_DTYPES
     ]
     if quantized:
-        notes.append(f"Dequantized from {', '.join(quantized)}: what that quantization lost is not restored.")
+        notes.append(f"Quantized already, as {', '.join(quantized)}: what that quantization lost is not restored.")
     return notes

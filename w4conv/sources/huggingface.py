@@ -71,7 +71,9 @@ class HuggingFaceSource(Source):
         self._packed = packed or {}
         self.kind = kind
         self.tensors = {n: SourceTensor(n, e.shape, e.dtype, e.dtype) for n, (_, e) in entries.items()}
-        self.tensors |= {n: SourceTensor(n, p.shape, "F32", p.stored_as, p.coding) for n, p in self._packed.items()}
+        self.tensors |= {
+            n: SourceTensor(n, p.shape, "F32", p.stored_as, p.coding, p.nbytes) for n, p in self._packed.items()
+        }
         self.blobs = blobs
         self.notes = tuple(notes)
 

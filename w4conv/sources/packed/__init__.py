@@ -8,6 +8,7 @@ it has none, the values are handed out in float32, as the format's own library c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from w4conv.errors import InputError
@@ -53,7 +54,7 @@ def find_packed(config: Mapping[str, Any], raw: RawTensors) -> tuple[str, dict[s
         found, kind = mlx.find(settings, raw), "mlx"
     if not found:
         raise InputError(f"{raw.directory}: config.json says {kind}, but no tensor is stored so. Fetch it again")
-    return kind, found
+    return kind, {name: replace(tensor, nbytes=raw.nbytes(name)) for name, tensor in found.items()}
 
 
 def _auto_round(settings: Settings, raw: RawTensors) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ class PackedTensor:
     coding: QuantScheme | None
     coded: Callable[[slice], CodedRows] | None
     values: Callable[[slice], F32Array]
+    nbytes: int = 0  # of all its parts
 
 
 class RawTensors:
@@ -53,6 +55,19 @@ class RawTensors:
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensors that a matrix is made of: those used that begin like its module."""
+        module = name.removesuffix(".weight")
+        return sum(self.entry(part).nbytes for part in self._parts.get(module, ()))
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        out: dict[str, list[str]] = {}
+        for name in self.used:
+            module = name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
+            out.setdefault(module, []).append(name)
+        return out
 
     def error(self, message: str) -> InputError:
         return InputError(f"{self.directory}: {message}")
