@@ -63,7 +63,8 @@ def test_quantized_tensors_are_the_package_s_values_in_checkpoint_order(tmp_path
             got = source.read(name)
             assert got.dtype == np.float32
             np.testing.assert_array_equal(got, values)
-        assert source.notes[1] == f"Quantized already, as {qtype} (16 tensors): what that quantization lost is not restored."
+        lost = "what that quantization lost is not restored."
+        assert source.notes[1] == f"Quantized already, as {qtype} (16 tensors): {lost}"
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
