@@ -63,7 +63,7 @@ def main() -> None:
     show("w4conv --version")
     show(f"w4conv quantize {source} {out} --group-size 32 --overwrite")
     show(f"w4conv inspect {out}")
-    show(f"w4conv verify {out} --against {source} --ppl --text {TEXT} --max-ppl-increase 20%")
+    show(f"w4conv verify {out} --against {source} --ppl --text {TEXT} --max-ppl-increase 40%")
     show(f"w4conv run {out} --chat -n 60 --stats -p 'Why is the sky blue? Answer in two sentences.'")
     sizes = [path.stat().st_size / 1e6 for path in (source, out)]
     print(f"\nDone: {sizes[0]:.1f} MB of GGUF became {sizes[1]:.1f} MB of .w4: {out}")
