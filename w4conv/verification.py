@@ -26,6 +26,7 @@ from w4conv.measure.perplexity import (
     make_windows,
     token_nlls,
 )
+from w4conv.measure.exported import compare_export
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.texts import Text, load_text
 from w4conv.progress import Progress, Silent
@@ -61,6 +62,7 @@ class VerifyReport:
     """ok: every check held; failures: a sentence for each that did not.
 
     intact: structure and every digest are right; otherwise nothing else was measured. digest identifies the conversion.
+    Of an export checked against its container, path and nbytes are the export's, digest and intact the container's.
     """
 
     path: str
@@ -91,6 +93,9 @@ def verify(
 ) -> VerifyReport:
     """Check every byte of the container `path`; compare it with the checkpoint `against`; measure its perplexity.
 
+    Or, where `path` is a directory or a GGUF file: check that it is an export of the container `against`. Every value
+    must be the container's, or that value rounded to the F16 or BF16 in which it is stored; settings and tokenizer too.
+
     path: "-" is standard input; it, pipes and devices are copied into the temporary directory for that time.
     ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, which for that time is
     converted without loss into the temporary directory (TMPDIR). convention: "llama.cpp" (default) or "gptq"; ctx:
@@ -115,6 +120,14 @@ def verify(
         raise UsageError(f"min-sqnr is {min_sqnr}, expected a finite number")
     limit = None if max_ppl_increase is None else _Limit.parse(str(max_ppl_increase))
     progress = progress or Silent()
+    if _is_checkpoint(Path(path)):
+        if ppl:
+            raise UsageError(
+                f"perplexity is measured of .w4 files, and {path} is none. Measure the one it was made from"
+            )
+        if against is None:
+            raise UsageError(f"{path} is no .w4 file: name the one that it was exported from with --against")
+        return _verify_export(Path(path), Path(against), min_sqnr, progress)
 
     with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
 
@@ -143,6 +156,34 @@ def verify(
             perplexity = measurement.run(against, progress, kld=kld)
             failures += _perplexity_failures(perplexity, limit)
         return report(failures, round_trip=round_trip, perplexity=perplexity)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path is a directory or a GGUF file, which an export may be and a container is not."""
+    if not path.is_file():
+        return path.is_dir()
+    try:
+        with path.open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False  # told where it is opened
+
+
+def _verify_export(path: Path, against: Path, min_sqnr: float | None, progress: Progress) -> VerifyReport:
+    with open_source(path) as source, open_container(against) as container:
+        nbytes = sum(file.stat().st_size for file in source.files)
+
+        def report(failures: list[str], *, intact: bool, round_trip: RoundTrip | None = None) -> VerifyReport:
+            head = (str(path), nbytes, container.digest, len(source.tensors))
+            return VerifyReport(*head, not failures, tuple(failures), intact, round_trip)
+
+        try:
+            container.check(progress)
+        except FormatError as error:
+            return report([str(error)], intact=False)
+        round_trip, failures = compare_export(container, source, progress)
+        failures += [] if min_sqnr is None else _low_sqnr(round_trip, min_sqnr)
+        return report(failures, intact=True, round_trip=round_trip)
 
 
 class _Measurement:
@@ -232,16 +273,19 @@ def _round_trip_failures(round_trip: RoundTrip, min_sqnr: float | None) -> list[
             f"{others[0]}{f' and {len(others) - 1} more tensors' if others[1:] else ''}: the bytes are not what "
             f"{round_trip.method} makes of {round_trip.source}; it is another checkpoint, or the container was altered"
         )
-    if min_sqnr is not None:
-        low = [
-            (t.distortion.sqnr_db, t.name)
-            for t in round_trip.tensors
-            if t.distortion.sqnr_db is not None and t.distortion.sqnr_db < min_sqnr
-        ]
-        if low:
-            sqnr, name = min(low)
-            out.append(f"SQNR is below {min_sqnr} dB in {len(low)} tensors; the lowest is {sqnr:.2f} dB in {name}")
-    return out
+    return out if min_sqnr is None else out + _low_sqnr(round_trip, min_sqnr)
+
+
+def _low_sqnr(round_trip: RoundTrip, min_sqnr: float) -> list[str]:
+    low = [
+        (t.distortion.sqnr_db, t.name)
+        for t in round_trip.tensors
+        if t.distortion.sqnr_db is not None and t.distortion.sqnr_db < min_sqnr
+    ]
+    if not low:
+        return []
+    sqnr, name = min(low)
+    return [f"SQNR is below {min_sqnr} dB in {len(low)} tensors; the lowest is {sqnr:.2f} dB in {name}"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ def test_a_method_that_cannot_be_repeated_is_not_judged(tmp_path: Path, monkeypa
     assert report.ok
     assert report.round_trip is not None
     assert report.round_trip.same_codes is None
-    assert {t.same_codes for t in report.round_trip.tensors} == {None}
+    exact = {t.name for t in report.round_trip.tensors if t.distortion.sqnr_db is None}
+    assert {t.same_codes for t in report.round_trip.tensors if t.name not in exact} == {None}
 
 
 def test_a_resaved_source_with_the_same_weights_is_accepted(tmp_path: Path) -> None:

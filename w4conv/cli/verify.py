@@ -24,6 +24,7 @@ EPILOG = """\
 Examples:
   w4conv verify out.w4
   w4conv verify out.w4 --against in/ --min-sqnr 18
+  w4conv verify out.gguf --against out.w4
   w4conv verify out.w4 --ppl --text book.txt
   w4conv verify out.w4 --against in/ --kld --chunks 32
   w4conv verify out.w4 --against in/ --ppl --chunks 32 \\
@@ -34,9 +35,14 @@ N_WORST = 5
 
 
 def verify(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The .w4 file; - for standard input")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The .w4 file, - for standard input; or an export of one")
+    ],
     against: Annotated[
-        str | None, typer.Option(metavar="IN", help="Compare with this checkpoint, tensor by tensor")
+        str | None,
+        typer.Option(
+            metavar="IN", help="Compare with this checkpoint, tensor by tensor; an export with the .w4 file it is of"
+        ),
     ] = None,
     ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity; with --against the source's too")] = False,
     kld: Annotated[
@@ -78,6 +84,9 @@ def verify(
     the recorded method makes of that source. With --ppl: perplexity, and its increase over the source's with the
     standard error. Exit code 1 when a check does not hold. What comes from a pipe is kept in the temporary directory
     (TMPDIR) meanwhile.
+
+    An export (a directory, or a GGUF file) is checked against its container: every value must be the container's, or
+    that value rounded to the F16 or BF16 in which it is stored.
     """
     from w4conv.verification import verify as check
 
@@ -107,6 +116,8 @@ def verify(
 
 def as_text(report: VerifyReport) -> str:
     state = "intact: structure and every digest are right" if report.intact else "DAMAGED"
+    if report.round_trip is not None and report.round_trip.source_kind == "w4":
+        state += " (of the container)"
     parts = [
         _output.facts(
             [
@@ -129,15 +140,32 @@ def as_text(report: VerifyReport) -> str:
 
 
 def round_trip_text(r: RoundTrip) -> str:
+    if r.source_kind == "w4":
+        held = sum(t.same_codes is True for t in r.tensors)
+        exact = sum(t.distortion.sqnr_db is None for t in r.tensors)
+        pairs = [
+            ("against", r.source),
+            ("values", f"{exact} of {len(r.tensors)} tensors exact, {held - exact} rounded"),
+        ]
+        return _output.facts([*pairs, *_notes(r)]) + "\n" + _table(r)
     same = "same bytes as recorded"
     if r.changed_files:
         same = f"other bytes than recorded: {', '.join(r.changed_files)}"
     made = {
-        True: "its own, as they are" if r.method == "keep" else f"exactly what {r.method} makes of it",
+        True: ("its own, as they are" if r.method == "keep" else f"exactly what {r.method} makes of it")
+        + (", or its very values" if r.notes else ""),
         False: f"NOT what {r.method} makes of it",
         None: _not_made_again(r),
     }[r.same_codes]
-    head = _output.facts([("against", f"{r.source} ({r.source_kind})"), ("source files", same), ("codes", made)])
+    pairs = [("against", f"{r.source} ({r.source_kind})"), ("source files", same), ("codes", made)]
+    return _output.facts([*pairs, *_notes(r)]) + "\n" + _table(r)
+
+
+def _notes(r: RoundTrip) -> list[tuple[str, str]]:
+    return [("note", note) for note in r.notes]
+
+
+def _table(r: RoundTrip) -> str:
     worst = sorted(
         (t for t in r.tensors if t.distortion.sqnr_db is not None), key=lambda t: t.distortion.sqnr_db or 0.0
     )[:N_WORST]
@@ -146,7 +174,7 @@ def round_trip_text(r: RoundTrip) -> str:
         rows.append(("quantized", *_cells(r.quantized)))
     rows += [(f"lowest {i}: {t.name}", *_cells(t.distortion)) for i, t in enumerate(worst, 1)]
     columns = ("", "SQNR dB", "worst group", "RMSE", "max error", "cosine")
-    return head + "\n" + _output.table(columns, rows)
+    return _output.table(columns, rows)
 
 
 def _not_made_again(r: RoundTrip) -> str:

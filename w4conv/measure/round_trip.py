@@ -23,6 +23,7 @@ from w4conv.sources.base import CodedRows, Source
 
 KEPT_METHOD: Final = "keep"  # codes and scales of the source, as they are
 REPEATABLE_METHOD: Final = "rtn"  # the others depend on a text that the container does not hold
+SAME_IN_GGUF: Final = (("gguf", "MistralForCausalLM", "LlamaForCausalLM"),)  # without windows they compute alike
 _BLOCK_VALUES: Final = 1 << 20  # values compared at a time: some 40 MB of float64 temporaries
 
 Array = npt.NDArray[np.generic]
@@ -30,7 +31,9 @@ Array = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class TensorRoundTrip:
-    """One tensor. same_codes: whether its bytes are what the recorded method makes of the source; None as below."""
+    """One tensor. same_codes: whether its bytes are what the recorded method makes of the source, or at least mean its
+    very values; None as below. Of an export: whether its values are the container's, rounded to its type where that is
+    a smaller float."""
 
     name: str
     scheme: str
@@ -40,12 +43,12 @@ class TensorRoundTrip:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """The container against a source.
+    """The container against a source; or an export against its container, with source_kind "w4" and method "export".
 
     changed_files: names of source files that are not, byte for byte, those that the container records.
     same_codes: whether every tensor's bytes are what the recorded method makes of this source; None when all that can
     be made again are, and others would need the calibration text. calibration: the container's record of that text.
-    overall: all tensors pooled; quantized: those with codes pooled, None when there are none.
+    overall: all tensors pooled; quantized: those with codes pooled, None when there are none. notes: a sentence each.
     """
 
     source: str
@@ -57,13 +60,14 @@ class RoundTrip:
     overall: Distortion
     quantized: Distortion | None
     tensors: tuple[TensorRoundTrip, ...]
+    notes: tuple[str, ...] = ()
 
 
 def check_fits(container: Container, source: Source) -> None:
     """Raise InputError when `source` is not a checkpoint of the container's model, naming the first difference."""
     where = f"{source.path} is no source of {container.path}"
     ours, theirs = _architecture(container.blobs["config.json"]), _architecture(source.blobs["config.json"])
-    if ours != theirs:
+    if ours != theirs and (source.kind, ours, theirs) not in SAME_IN_GGUF:
         raise InputError(f"{where}: its architecture is {theirs}, the container's is {ours}. Name the right checkpoint")
     for name, info in container.tensors.items():
         found = source.tensors.get(name)
@@ -82,18 +86,25 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
     calibrated = _calibrated(container, method)
     overall, quantized = DistortionMeter(), DistortionMeter()
     tensors = []
+    recoded: dict[tuple[str, str], list[str]] = {}  # (there, here) -> names of tensors with the same values
     progress.start(sum(info.nbytes for info in container.tensors.values()))
     with FileDigests(source.files) as digests:
         for name, info in container.tensors.items():
             meter = DistortionMeter(info.scheme.group_size)
-            same, repeatable = True, name not in calibrated
+            equal, same, repeatable = True, True, name not in calibrated
             for block in _blocks(container, info, source):
-                meter.add(block.values_f32(), block.restored())
+                values, restored = block.values_f32(), block.restored()
+                meter.add(values, restored)
+                equal = equal and np.array_equal(values, restored)
                 same = same and repeatable and block.made_again(threads)
             overall.merge(meter)
             if not info.scheme.is_float:
                 quantized.merge(meter)
-            tensors.append(TensorRoundTrip(name, str(info.scheme), same if repeatable else None, meter.result()))
+            if equal and repeatable and not same:
+                recoded.setdefault((source.tensors[name].stored_as, str(info.scheme)), []).append(name)
+            tensors.append(
+                TensorRoundTrip(name, str(info.scheme), same or equal if repeatable or equal else None, meter.result())
+            )
             progress.advance(info.nbytes, name)
         found = {file.name: digest.hex() for file, digest in zip(source.files, digests.result(), strict=True)}
     return RoundTrip(
@@ -106,6 +117,10 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
         overall=overall.result(),
         quantized=quantized.result() if any(not i.scheme.is_float for i in container.tensors.values()) else None,
         tensors=tuple(tensors),
+        notes=tuple(
+            f"{len(names)} tensors have the very values of the source in another coding: {theirs} there, {ours} here"
+            for (theirs, ours), names in recoded.items()
+        ),
     )
 
 
