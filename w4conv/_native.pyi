@@ -24,6 +24,7 @@ def convert(
     group_size: int,
     codes: npt.NDArray[np.uint8],
     scales: npt.NDArray[np.uint8],
+    zero_points: npt.NDArray[np.uint8],
 ) -> tuple[str, int, int, int]: ...
 def matmul(
     pool: Pool,

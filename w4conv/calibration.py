@@ -169,7 +169,7 @@ class Calibrator:
                 parts = {"values": kernels.as_bytes(kernels.pack_float(rows, dtype, scheme, threads=self._threads))}
             else:
                 packed = kernels.quantize_rtn(rows, dtype, scheme, threads=self._threads)
-                parts = {"codes": kernels.as_bytes(packed.codes), "scales": kernels.as_bytes(packed.scales)}
+                parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
         except kernels.BadValueError as error:
             raise self._bad(t.name, error, int(ids[error.row])) from None
         out = np.zeros((*self._sequences.shape, padded_width(t.shape[1])), np.float32)

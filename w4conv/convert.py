@@ -375,7 +375,7 @@ class _Conversion:
         if name in self._coded:
             self._write_coded(writer, name, scheme, progress)
             return 0
-        scales: list[Array] = []
+        rest: dict[str, list[Array]] = {}
         n_underflowed = 0
         for rows in self._row_blocks(name):
             values = self._source.read(name, rows)
@@ -384,14 +384,16 @@ class _Conversion:
                     writer.write(name, "values", kernels.pack_float(values, stored.dtype, scheme, threads=threads))
                 else:
                     packed = kernels.quantize_rtn(values, stored.dtype, scheme, threads=threads)
-                    writer.write(name, "codes", packed.codes)
-                    scales.append(packed.scales)
+                    parts = packed.parts()
+                    writer.write(name, "codes", parts.pop("codes"))
+                    for kind, part in parts.items():
+                        rest.setdefault(kind, []).append(part)
                     n_underflowed += packed.n_underflowed
             except kernels.BadValueError as error:
                 raise self._bad_value(name, error.reason, (rows.start + error.row, error.column)) from None
             progress.advance(values.nbytes, name)
-        if scales:
-            writer.write(name, "scales", np.concatenate(scales))
+        for kind, blocks in rest.items():
+            writer.write(name, kind, np.concatenate(blocks))
         return n_underflowed
 
     def _write_coded(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:

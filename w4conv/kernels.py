@@ -28,26 +28,32 @@ class BadValueError(ValueError):
 
 
 class PackedRows(NamedTuple):
-    """codes: (n_tiles, n_lines, 16) uint32; scales: (n_tiles, n_groups, 16) float16.
+    """codes: (n_tiles, n_lines, 16) uint32; scales: (n_tiles, n_groups, 16) float16; zero_points: uint8 of the same
+    shape for int4z, else None.
 
-    n_underflowed: groups of nonzero values whose scale is zero in FP16, so that all their codes are zero.
+    n_underflowed: groups of nonzero values whose scale is zero in FP16, so that all their levels are zero.
     """
 
     codes: npt.NDArray[np.uint32]
     scales: npt.NDArray[np.float16]
+    zero_points: npt.NDArray[np.uint8] | None
     n_underflowed: int
+
+    def parts(self) -> dict[str, Array]:
+        """By the names of w4-codes 4, in their order."""
+        parts: dict[str, Array] = {"codes": self.codes, "scales": self.scales}
+        return parts if self.zero_points is None else parts | {"zero_points": self.zero_points}
 
 
 def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
-    """Round-to-nearest int4 or int8 of (n_rows, n_columns) values, bit for bit `quantization.reference.quantize_rtn`.
+    """The nearest codes of (n_rows, n_columns) values, bit for bit `quantization.reference`.
 
     values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
     (16 rows) may be coded one after another and concatenated. Raises BadValueError.
     """
     if scheme.is_float or scheme.scale_dtype != "f16":
         raise UsageError(f"no native quantizer for scheme {scheme}")
-    lines, scales, n_underflowed = _convert(values, dtype, scheme, scheme.n_groups(values.shape[1]), threads)
-    return PackedRows(lines, scales, n_underflowed)
+    return _convert(values, dtype, scheme, threads)
 
 
 def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> npt.NDArray[np.uint32]:
@@ -55,21 +61,20 @@ def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int |
 
     Raises BadValueError for NaN, infinity, and values that the new type cannot hold.
     """
-    return _convert(values, dtype, scheme, 0, threads)[0]
+    return _convert(values, dtype, scheme, threads).codes
 
 
-def _convert(
-    values: Array, dtype: str, scheme: QuantScheme, n_groups: int, threads: int | None
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float16], int]:
+def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None) -> PackedRows:
     n_rows, n_columns = values.shape
     if values.dtype != VALUE_DTYPES[dtype]:
         raise TypeError(f"values of dtype {dtype} are {VALUE_DTYPES[dtype]} arrays, not {values.dtype}")
     n_tiles = codes.n_tiles(n_rows)
     n_lines = -(-n_columns // scheme.columns_per_dword)
     lines = np.empty((n_tiles, n_lines, TILE_ROWS), np.uint32)
-    scales = np.empty((n_tiles, n_groups, TILE_ROWS), np.float16)
+    scales = np.empty((n_tiles, scheme.n_groups(n_columns), TILE_ROWS), np.float16)
+    zero_points = np.empty(scales.shape, np.uint8) if scheme.kind == "int4z" else None
     if lines.size == 0:
-        return lines, scales, 0
+        return PackedRows(lines, scales, zero_points, 0)
     reason, row, column, n_underflowed = _native.convert(
         _pool(threads or default_threads()),
         as_bytes(values),
@@ -80,10 +85,11 @@ def _convert(
         scheme.group_size,
         as_bytes(lines),
         as_bytes(scales),
+        np.empty(0, np.uint8) if zero_points is None else as_bytes(zero_points),
     )
     if reason:
         raise BadValueError(reason, row, column)
-    return lines, scales, n_underflowed
+    return PackedRows(lines, scales, zero_points, n_underflowed)
 
 
 def matmul(

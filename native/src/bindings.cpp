@@ -43,11 +43,18 @@ void require(bool holds, const char* what) {
 
 Kind kind_of(const std::string& name) {
   if (name == "int4") return Kind::kInt4;
+  if (name == "int4z") return Kind::kInt4z;
+  if (name == "nf4") return Kind::kNf4;
+  if (name == "fp4") return Kind::kFp4;
   if (name == "int8") return Kind::kInt8;
   if (name == "f16") return Kind::kF16;
   if (name == "bf16") return Kind::kBf16;
   if (name == "f32") return Kind::kF32;
   throw std::invalid_argument("no kernels for scheme " + name);
+}
+
+void require_product(Kind kind) {
+  require(kind == Kind::kInt4 || kind == Kind::kInt8 || is_float(kind), "no kernels for products with this scheme");
 }
 
 Dtype dtype_of(const std::string& name) {
@@ -104,17 +111,20 @@ std::vector<float> padded_copy(const Floats& values) {
 std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Bytes& values, const std::string& dtype,
                                                            int64_t n_rows, int64_t n_columns, const std::string& kind,
                                                            int64_t group_size, const MutableBytes& codes,
-                                                           const MutableBytes& scales) {
+                                                           const MutableBytes& scales, const MutableBytes& zero_points) {
   const Matrix w = matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
   const Dtype d = dtype_of(dtype);
   require(values.size() == static_cast<size_t>(n_rows) * static_cast<size_t>(n_columns * dtype_nbytes(d)),
           "values: wrong number of bytes");
+  const int64_t n_points = w.kind == Kind::kInt4z ? w.n_tiles() * w.n_groups() * kTileRows : 0;
+  require(zero_points.size() == static_cast<size_t>(n_points), "zero_points: wrong number of bytes");
   const Kernels& k = kernels();
   BlockStatus s;
   {
     const nb::gil_scoped_release release;
     s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size,
-                      reinterpret_cast<uint32_t*>(codes.data()), reinterpret_cast<uint16_t*>(scales.data()));
+                      reinterpret_cast<uint32_t*>(codes.data()), reinterpret_cast<uint16_t*>(scales.data()),
+                      n_points > 0 ? zero_points.data() : nullptr);
   }
   return {reason_of(s.bad), s.row, s.column, s.n_underflowed};
 }
@@ -122,6 +132,7 @@ std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Byt
 void matmul(Pool& pool, const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size, const Bytes& codes,
             const Bytes& scales, const FloatRows& x, const MutableFloatRows& y) {
   const Matrix w = matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
+  require_product(w.kind);
   const auto n = static_cast<int64_t>(x.shape(0)), width = static_cast<int64_t>(x.shape(1));
   require(width == pad_to(n_columns, kTileRows), "x: rows are not padded to 16");
   require(n > 0 && static_cast<int64_t>(y.shape(0)) == n, "y: wrong number of rows");
@@ -191,6 +202,7 @@ BoundModel* new_model(int64_t vocab_size, int64_t hidden_size, int64_t intermedi
 
 void set_linear(BoundModel& m, int64_t layer, const std::string& part, const std::string& kind, int64_t n_rows,
                 int64_t n_columns, int64_t group_size, const Bytes& codes, const Bytes& scales) {
+  require_product(kind_of(kind));
   m.linear(layer, part).weight =
       matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
 }
@@ -315,7 +327,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "n_threads"_a);
   m.def("convert", &convert, "pool"_a, "values"_a, "dtype"_a, "n_rows"_a, "n_columns"_a, "kind"_a, "group_size"_a, "codes"_a,
-        "scales"_a);
+        "scales"_a, "zero_points"_a);
   m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a,
         "y"_a);
 

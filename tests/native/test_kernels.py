@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from w4conv import codes, kernels
 from w4conv.errors import UsageError
-from w4conv.quantization.reference import quantize_rtn
+from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
 from w4conv.scheme import GROUP_SIZES, QuantScheme
 
 TIERS = kernels.isa_tiers()
@@ -87,7 +87,7 @@ def as_dtype(x: F32, dtype: str) -> tuple[npt.NDArray[np.generic], F32]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    kind=st.sampled_from(("int4", "int8")),
+    kind=st.sampled_from(("int4", "int4z", "nf4", "fp4", "int8")),
     group_size=st.sampled_from(GROUP_SIZES),
     n_rows=st.integers(1, 40),
     n_columns=st.integers(1, 300),
@@ -108,13 +108,20 @@ def test_quantizing_equals_the_reference_bit_for_bit(
     seed: int,
 ) -> None:
     scheme = QuantScheme(kind, group_size, "f16")
-    raw, x = as_dtype(make_values(values, n_rows, n_columns, seed), dtype)
-    want = quantize_rtn(x, scheme)
+    some = make_values(values, n_rows, n_columns, seed) / 2  # the largest BF16 of a class is a scale of nf4
+    raw, x = as_dtype(some, dtype)
     got = kernels.quantize_rtn(raw, dtype, scheme, threads=threads)
-    stored = want.q if kind == "int8" else (want.q.astype(np.int16) + 8).astype(np.uint8)
-    np.testing.assert_array_equal(got.codes, codes.pack(scheme, stored[None])[0])
-    bits = codes.pack_rows(want.scales[None])[0].view(np.uint16)
-    np.testing.assert_array_equal(got.scales.view(np.uint16), bits)
+    want: Quantized | QuantizedCodes
+    if kind in ("int4", "int8"):
+        want = quantize_rtn(x, scheme)
+        stored = want.q if kind == "int8" else (want.q.astype(np.int16) + 8).astype(np.uint8)
+        parts = codes.pack_matrix(scheme, stored, want.scales)
+    else:
+        want = quantize_codes(x, scheme)
+        parts = codes.pack_matrix(scheme, *want)
+    assert list(got.parts()) == list(parts)
+    for part, array in got.parts().items():
+        np.testing.assert_array_equal(kernels.as_bytes(array), kernels.as_bytes(parts[part]), part)
     step = group_size or n_columns
     groups = [(x[:, i : i + step] != 0).any(axis=1) for i in range(0, n_columns, step)]
     assert got.n_underflowed == (np.stack(groups, axis=1) & (want.scales == 0)).sum()

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from w4conv import scheme
-from w4conv.quantization.reference import Quantized, quantize_rtn
+from w4conv.codes import CODEBOOKS
+from w4conv.quantization.reference import Quantized, quantize_codes, quantize_rtn
 from w4conv.scheme import QuantScheme
 
 GROUP_SIZES = (32, 64, 128, 256, 0)
@@ -179,7 +180,70 @@ def test_scales_beyond_fp16_are_refused(bits: int) -> None:
     assert quantize_rtn(np.array([[below]]), coding).scales[0, 0] == -65504
 
 
+def slow_int4z(row: list[float], size: int) -> tuple[list[int], list[Fraction], list[int]]:
+    """Codes, scales and zero points of one row by w4-codes 6.5, in rational numbers."""
+    codes, scales, points = [], [], []
+    for start in range(0, len(row), size):
+        group = [Fraction(x) for x in row[start : start + size]]
+        low, high = min(0, *group), max(0, *group)
+        scale = fp16(fp32(fp32(high - low) / 15))
+        point = min(max(round_half_even(fp32(-low / scale)), 0), 15) if scale else 8
+        scales.append(scale)
+        points.append(point)
+        levels = [round_half_even(fp32(x / scale)) if scale else 0 for x in group]
+        codes += [min(max(level + point, 0), 15) for level in levels]
+    return codes, scales, points
+
+
+@pytest.mark.parametrize("name", classes())
+def test_zero_points_of_every_class_of_values(name: str) -> None:
+    values = classes()[name]
+    for shifted in (values, np.abs(values), -np.abs(values), values + values.max()):
+        got = quantize_codes(shifted, QuantScheme("int4z", 64, "f16"))
+        assert got.zero_points is not None
+        for i, row in enumerate(shifted.tolist()):
+            codes, scales, points = slow_int4z(row, 64)
+            assert got.codes[i].tolist() == codes
+            assert [Fraction(s) for s in got.scales[i].tolist()] == scales
+            assert got.zero_points[i].tolist() == points
+
+
+def test_a_zero_point_keeps_zero_and_both_ends() -> None:
+    got = quantize_codes(np.array([[-1.0, 0.0, 6.5]], np.float32), QuantScheme("int4z", 32, "f16"))
+    assert (got.scales[0, 0], got.codes[0].tolist()) == (0.5, [0, 2, 15])
+    assert got.zero_points is not None
+    assert got.zero_points[0, 0] == 2
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_codebook_codes_are_the_nearest_levels(kind: str) -> None:
+    """Whatever the way there, no other level is nearer by more than rounding."""
+    levels = CODEBOOKS[kind].astype(np.float64)
+    for name, values in classes().items():
+        values = values / 2  # the largest magnitude is the scale
+        got = quantize_codes(values, QuantScheme(kind, 32, "f16"))
+        assert got.zero_points is None
+        for i, row in enumerate(values.astype(np.float64)):
+            scales = np.repeat(got.scales[i].astype(np.float64), 32)[: len(row)]
+            largest = np.array([np.abs(row[g : g + 32]).max() for g in range(0, len(row), 32)])
+            assert np.array_equal(got.scales[i], largest.astype(np.float16)), name
+            errors = np.abs(levels[None] * scales[:, None] - row[:, None])
+            chosen = errors[np.arange(len(row)), got.codes[i]]
+            assert (chosen <= errors.min(axis=1) + np.abs(row) * 1e-6).all(), name
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_value_between_two_levels_takes_the_lower_one(kind: str) -> None:
+    book = np.sort(CODEBOOKS[kind])
+    middles = (book[:-1] + book[1:]) / 2
+    got = quantize_codes(np.concatenate([[1], middles])[None].astype(np.float32), QuantScheme(kind, 32, "f16"))
+    assert np.array_equal(CODEBOOKS[kind][got.codes[0, 1:]], book[:-1])
+
+
 def test_other_schemes_are_refused() -> None:
+    for coding in (scheme.F16, scheme.int4(32), QuantScheme("nf4", 32, "f32")):
+        with pytest.raises(ValueError, match="neither a codebook"):
+            quantize_codes(np.zeros((1, 1), np.float32), coding)
     for coding in (scheme.F16, QuantScheme("nf4", 32, "f16"), QuantScheme("int4", 32, "f32")):
         with pytest.raises(ValueError, match="not a symmetric"):
             quantize_rtn(np.zeros((1, 1), np.float32), coding)

@@ -182,7 +182,7 @@ class _Block:
             kept = codes.pack_matrix(scheme, self.coded.codes, self.coded.scales, self.coded.zero_points)
             if all(self._equal(kind, part) for kind, part in kept.items()):
                 return True
-            if scheme.kind not in ("int4", "int8") or scheme.scale_dtype != "f16":
+            if scheme.scale_dtype != "f16":
                 return False
         try:
             if not self._is_matrix:  # vectors keep their type
@@ -193,7 +193,7 @@ class _Block:
             made = kernels.quantize_rtn(self.values, self.dtype, scheme, threads=threads)
         except kernels.BadValueError:  # a source that cannot be quantized is not the one
             return False
-        return self._equal("codes", made.codes) and self._equal("scales", made.scales)
+        return all(self._equal(kind, part) for kind, part in made.parts().items())
 
     @property
     def _is_matrix(self) -> bool:

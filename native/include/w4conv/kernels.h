@@ -19,11 +19,34 @@ constexpr int kCholeskyPanel = 32;  // columns of a Cholesky factor made togethe
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-enum class Kind : uint8_t { kInt4, kInt8, kF16, kBf16, kF32 };
+enum class Kind : uint8_t { kInt4, kInt4z, kNf4, kFp4, kInt8, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
+constexpr bool is_codebook(Kind kind) { return kind == Kind::kNf4 || kind == Kind::kFp4; }
 constexpr int columns_per_dword(Kind kind) {
-  return kind == Kind::kInt4 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
+  return kind < Kind::kInt8 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
+// The code of level 0, which stands in padding columns (w4-codes 3.5).
+constexpr int zero_code(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kInt4z ? 8 : kind == Kind::kNf4 ? 7 : 0; }
+
+// w4-codes 2.3
+constexpr float kNf4Levels[16] = {-1.0f,
+                                  -0.6961928009986877f,
+                                  -0.5250730514526367f,
+                                  -0.39491748809814453f,
+                                  -0.28444138169288635f,
+                                  -0.18477343022823334f,
+                                  -0.09105003625154495f,
+                                  0.0f,
+                                  0.07958029955625534f,
+                                  0.16093020141124725f,
+                                  0.24611230194568634f,
+                                  0.33791524171829224f,
+                                  0.44070982933044434f,
+                                  0.5626170039176941f,
+                                  0.7229568362236023f,
+                                  1.0f};
+constexpr float kFp4Levels[16] = {0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f / 12,  0.5f,  2.0f / 12,  0.25f,
+                                  -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
 
 struct Matrix {
   Kind kind = Kind::kF32;
@@ -108,11 +131,11 @@ struct Kernels {
   void (*attention)(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position, float scale,
                     const float* q, float* out, float* scratch);
 
-  // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart.
+  // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart. zero_points: of kInt4z, else null.
   // row_scratch: n_columns + 16 floats, byte_scratch: n_columns + 16 bytes.
   TileStatus (*quantize_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
-                              int64_t group_size, uint32_t* lines, uint16_t* scales, float* row_scratch,
-                              int8_t* byte_scratch);
+                              int64_t group_size, uint32_t* lines, uint16_t* scales, uint8_t* zero_points,
+                              float* row_scratch, int8_t* byte_scratch);
   TileStatus (*pack_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                           uint32_t* lines, float* row_scratch, uint8_t* byte_scratch);
 

@@ -6,7 +6,8 @@
 namespace w4conv {
 
 BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* values, Dtype dtype, int64_t n_rows,
-                          int64_t n_columns, Kind kind, int64_t group_size, uint32_t* lines, uint16_t* scales) {
+                          int64_t n_columns, Kind kind, int64_t group_size, uint32_t* lines, uint16_t* scales,
+                          uint8_t* zero_points) {
   const Matrix shape{kind, n_rows, n_columns, is_float(kind) ? 0 : group_size, nullptr, nullptr};
   const int64_t n_tiles = shape.n_tiles(), n_lines = shape.n_lines(), n_groups = shape.n_groups();
   const int64_t row_nbytes = n_columns * dtype_nbytes(dtype);
@@ -28,8 +29,9 @@ BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* val
       statuses[tile] =
           is_float(kind) ? kernels.pack_tile(rows, row_nbytes, dtype, n, n_columns, kind, out, s.row.data(), s.bytes.data())
                          : kernels.quantize_tile(rows, row_nbytes, dtype, n, n_columns, kind, group_size, out,
-                                                 scales + tile * n_groups * 16, s.row.data(),
-                                                 reinterpret_cast<int8_t*>(s.bytes.data()));
+                                                 scales + tile * n_groups * 16,
+                                                 zero_points == nullptr ? nullptr : zero_points + tile * n_groups * 16,
+                                                 s.row.data(), reinterpret_cast<int8_t*>(s.bytes.data()));
     }
   });
   BlockStatus out;

@@ -77,20 +77,61 @@ inline Extremes extremes_of(const float* x, int64_t n) {
   return {largest, smallest};
 }
 
+typedef int8_t vb __attribute__((vector_size(kLanes)));
+typedef int8_t vb_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+// [begin, end) to codes: x / scale rounded half to even within [low, high], and the offset added. A last vector runs past
+// the end; the next group, or the padding, writes over it.
+inline void round_codes(const float* x, int64_t begin, int64_t end, float scale, float low, float high, int32_t offset,
+                        int8_t* out) {
+  const vf magic = splat(0x1.8p23f), divisor = splat(scale), lowest = splat(low), highest = splat(high);
+  for (int64_t i = begin; i < end; i += kLanes) {
+    vf v = load(x + i) / divisor;
+    v = select((vi)(v > highest), highest, v);
+    v = select((vi)(v < lowest), lowest, v);
+    const vi q = (vi)(v + magic) - (vi)magic + offset;
+    *reinterpret_cast<vb_unaligned*>(out + i) = __builtin_convertvector(q, vb);
+  }
+}
+
+// The codes of a codebook by rising level, and the middles between neighbours: a value in the middle takes the lower one.
+struct Codebook {
+  int8_t order[16];
+  float middles[15];
+};
+constexpr Codebook make_codebook(const float (&levels)[16], const int8_t (&order)[16]) {
+  Codebook out{};
+  for (int i = 0; i < 16; i++) out.order[i] = order[i];
+  for (int i = 0; i < 15; i++) out.middles[i] = (levels[order[i]] + levels[order[i + 1]]) / 2;
+  return out;
+}
+constexpr Codebook kNf4 = make_codebook(kNf4Levels, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
+constexpr Codebook kFp4 = make_codebook(kFp4Levels, {11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3});
+
+inline void look_up_codes(const float* x, int64_t begin, int64_t end, float scale, const Codebook& book, int8_t* out) {
+  const vf factor = splat(1.0f / scale);
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const vf v = load(x + i) * factor;
+    vi place = {};
+    for (const float middle : book.middles) place -= (vi)(v > splat(middle));
+    for (int j = 0; j < kLanes; j++) out[i + j] = book.order[place[j]];
+  }
+}
+
 TileStatus quantize_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
-                         int64_t group_size, uint32_t* lines, uint16_t* scales, float* row_scratch, int8_t* byte_scratch) {
+                         int64_t group_size, uint32_t* lines, uint16_t* scales, uint8_t* zero_points, float* row_scratch,
+                         int8_t* byte_scratch) {
   TileStatus status;
   const int columns = columns_per_dword(kind);
   const int64_t n_lines = (n_columns + columns - 1) / columns;
   const int64_t n_groups = (n_columns + group_size - 1) / group_size;
-  const float top = kind == Kind::kInt4 ? 8.0f : 128.0f;
-  const float offset = kind == Kind::kInt4 ? 8.0f : 0.0f;
-  typedef int8_t vb __attribute__((vector_size(kLanes)));
-  typedef int8_t vb_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  const float top = kind == Kind::kInt8 ? 128.0f : 8.0f;
+  const auto zero = static_cast<int8_t>(zero_code(kind));
   for (int r = 0; r < kTileRows; r++) {
     if (r >= n_rows) {  // padding rows: codes of zero, scales of zero
-      for (int64_t i = 0; i < n_lines; i++) lines[i * 16 + r] = kind == Kind::kInt4 ? 0x88888888u : 0u;
+      for (int64_t i = 0; i < n_lines; i++) lines[i * 16 + r] = 0x11111111u * static_cast<uint32_t>(zero);
       for (int64_t g = 0; g < n_groups; g++) scales[g * 16 + r] = 0;
+      for (int64_t g = 0; zero_points != nullptr && g < n_groups; g++) zero_points[g * 16 + r] = 0;
       continue;
     }
     status.bad = load_row(rows + r * row_nbytes, dtype, n_columns, row_scratch, &status.column);
@@ -101,7 +142,11 @@ TileStatus quantize_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, i
       const int64_t end = begin + group_size < n_columns ? begin + group_size : n_columns;
       const Extremes e = extremes_of(row_scratch + begin, end - begin);
       const float extreme = e.largest > -e.smallest ? e.largest : e.smallest;
-      uint16_t bits = f16_bits(extreme / -top);
+      const float low = e.smallest < 0 ? e.smallest : 0.0f, high = e.largest > 0 ? e.largest : 0.0f;
+      const float wanted = is_codebook(kind)      ? __builtin_fabsf(extreme)
+                           : kind == Kind::kInt4z ? (high - low) / 15.0f
+                                                  : extreme / -top;
+      uint16_t bits = f16_bits(wanted);
       if ((bits & 0x7FFF) == 0) bits = 0;
       if ((bits & 0x7FFF) == 0x7C00) {
         status.bad = Bad::kScale;
@@ -111,23 +156,27 @@ TileStatus quantize_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, i
       scales[g * 16 + r] = bits;
       if (bits == 0) {
         status.n_underflowed += extreme != 0.0f;
-        for (int64_t i = begin; i < end; i++) byte_scratch[i] = static_cast<int8_t>(offset);
+        for (int64_t i = begin; i < end; i++) byte_scratch[i] = zero;
+        if (zero_points != nullptr) zero_points[g * 16 + r] = static_cast<uint8_t>(zero);
         continue;
       }
-      const vf divisor = splat(f16_value(bits));
-      const vf magic = splat(0x1.8p23f);
-      // A last vector runs past the group's end; the next group, or the padding below, writes over it.
-      for (int64_t i = begin; i < end; i += kLanes) {
-        vf x = load(row_scratch + i) / divisor;
-        x = select((vi)(x > splat(top - 1.0f)), splat(top - 1.0f), x);
-        x = select((vi)(x < splat(-top)), splat(-top), x);
-        const vi q = (vi)(x + magic) - (vi)magic + static_cast<int32_t>(offset);  // half to even
-        *reinterpret_cast<vb_unaligned*>(byte_scratch + i) = __builtin_convertvector(q, vb);
+      const float scale = f16_value(bits);
+      if (is_codebook(kind)) {
+        look_up_codes(row_scratch, begin, end, scale, kind == Kind::kNf4 ? kNf4 : kFp4, byte_scratch);
+      } else if (kind == Kind::kInt4z) {
+        alignas(64) float lowest[kLanes] = {low};
+        alignas(64) int8_t point[kLanes];
+        round_codes(lowest, 0, 1, -scale, 0.0f, 15.0f, 0, point);
+        zero_points[g * 16 + r] = static_cast<uint8_t>(point[0]);
+        round_codes(row_scratch, begin, end, scale, -static_cast<float>(point[0]), 15.0f - static_cast<float>(point[0]),
+                    point[0], byte_scratch);
+      } else {
+        round_codes(row_scratch, begin, end, scale, -top, top - 1.0f, zero, byte_scratch);
       }
     }
-    for (int64_t i = n_columns; i < n_lines * columns; i++) byte_scratch[i] = static_cast<int8_t>(offset);
+    for (int64_t i = n_columns; i < n_lines * columns; i++) byte_scratch[i] = zero;
     for (int64_t i = 0; i < n_lines; i++) {
-      if (kind == Kind::kInt4) {
+      if (columns == 8) {
         uint64_t codes;
         __builtin_memcpy(&codes, byte_scratch + i * 8, 8);
         lines[i * 16 + r] = static_cast<uint32_t>(codes) | static_cast<uint32_t>(codes >> 32) << 4;
