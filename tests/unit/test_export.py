@@ -9,15 +9,27 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cuts import LLAMA3, O200K, QWEN2, TEKKEN
 from exports import config, converted, recoded, same, values
 from helpers import data_dir
 from safetensors import safe_open
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 import w4conv
 from w4conv.container import open_container
 from w4conv.errors import InputError, OutputError, UsageError
 from w4conv.export import FORMATS, export
 from w4conv.scheme import QuantScheme
+from w4conv.sources import open_source
 
 F32 = npt.NDArray[np.float32]
 WORDS = {"f16": "F16", "bf16": "BF16", "f32": "F32"}
@@ -255,11 +267,76 @@ def test_gguf_sentence_pieces_come_back(tmp_path: Path) -> None:
     w4conv.quantize(data_dir("hf", "stories260K-f32"), tmp_path / "s.w4")
     export(tmp_path / "s.w4", tmp_path / "s.gguf", to="gguf")
     w4conv.quantize(tmp_path / "s.gguf", tmp_path / "again.w4", scheme="f32")
-    from w4conv.runtime.tokenizer import Tokenizer
+    from w4conv.runtime.tokenizer import Tokenizer as Ours
 
     text = "Once upon a time, there was a little girl.  Zoë said: 'héllo' — 12 日本\n\tdone"
     with open_container(tmp_path / "s.w4") as old, open_container(tmp_path / "again.w4") as new:
-        assert Tokenizer(old.blobs).encode(text) == Tokenizer(new.blobs).encode(text)
+        assert Ours(old.blobs).encode(text) == Ours(new.blobs).encode(text)
+
+
+def test_gguf_pieces_without_a_space_in_front(tmp_path: Path) -> None:
+    """Gemma's: spaces become U+2581, none is put in front, and a step would split at the spaces that are gone."""
+    pieces = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "▁▁",
+        "ab",
+    ]
+    merges = [("▁", "a"), ("▁", "▁"), ("a", "b")]
+    tokenizer = Tokenizer(
+        models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in pieces[:4]])
+    path = converted(tmp_path, vocab=300, tokenizer=False)
+    tokenizer.save(str(tmp_path / "in/tokenizer.json"))
+    (tmp_path / "in/tokenizer_config.json").write_text('{"bos_token": "<bos>", "add_bos_token": true}')
+    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    export(path, tmp_path / "out.gguf", to="gguf")
+    with open_source(tmp_path / "out.gguf") as source:
+        again = Tokenizer.from_str(source.blobs["tokenizer.json"].decode())
+    for text in ("a b  ab", " a", "  ", "é<eos> b", "ab\n a"):
+        assert again.encode(text).ids == tokenizer.encode(text).ids, text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "whole_words", "behavior", "name"),
+    [
+        (O200K, False, "isolated", "gpt-4o"),
+        (O200K, False, "removed", "gpt-4o"),  # inverted: what matches is kept
+        (TEKKEN, True, "isolated", "tekken"),
+        (LLAMA3, True, "isolated", "llama-bpe"),
+        (LLAMA3, False, "isolated", "dbrx"),
+        (QWEN2, False, "isolated", "deepseek-r1-qwen"),
+        (QWEN2, True, "isolated", None),
+        (r"\p{L}+", False, "isolated", None),
+    ],
+)
+def test_gguf_names_of_cuts(tmp_path: Path, pattern: str, whole_words: bool, behavior: str, name: str | None) -> None:
+    path = converted(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "in/tokenizer.json"))
+    split = pre_tokenizers.Split(Regex(pattern), behavior, invert=behavior == "removed")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
+    tokenizer.model.ignore_merges = whole_words
+    tokenizer.save(str(tmp_path / "in/tokenizer.json"))
+    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    if name is None:
+        with pytest.raises(InputError, match="how it cuts a text"):
+            export(path, tmp_path / "out.gguf", to="gguf")
+        return
+    export(path, tmp_path / "out.gguf", to="gguf")
+    assert gguf.GGUFReader(tmp_path / "out.gguf").get_field("tokenizer.ggml.pre").contents() == name
 
 
 def test_gguf_refuses_a_tokenizer_that_llama_cpp_does_not_know(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+from cuts import LLAMA3, O200K, QWEN2, TEKKEN
 from helpers import BOS, CHAT_TEMPLATE, EOS, data_dir, make_llama_gguf, tiny_tokenizer
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
@@ -22,14 +23,7 @@ TEXTS = (
     "",
     " ",
 )
-# The published expressions, written out.
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PRE = "tokenizer.ggml.pre"
 
 
 def rebuilt(path: Path) -> Tokenizer:
@@ -58,19 +52,23 @@ def expected_tokenizer(pre: str) -> Tokenizer:
     out = tiny_tokenizer(300)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre in ("smollm", "starcoder"):
+    if pre in ("smollm", "starcoder", "refact"):
         out.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    if pre in ("llama-bpe", "qwen2"):
-        words = pre_tokenizers.Split(Regex(LLAMA3 if pre == "llama-bpe" else QWEN2), "isolated")
-        out.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
-    if pre == "llama-bpe":
+    words = {"llama-bpe": LLAMA3, "dbrx": LLAMA3, "qwen2": QWEN2, "tekken": TEKKEN, "gpt-4o": O200K, "llama4": O200K}
+    if pre in words:
+        split = pre_tokenizers.Split(Regex(words[pre]), "isolated")
+        out.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    if pre in ("llama-bpe", "tekken"):
         out.model.ignore_merges = True
     if pre == "qwen2":
         out.normalizer = normalizers.NFC()
     return out
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "starcoder", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre",
+    ["gpt-2", "olmo", "smollm", "starcoder", "refact", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "llama4"],
+)
 def test_byte_level_tokenizers(tmp_path, pre):
     got = rebuilt(make_llama_gguf(tmp_path / "m.gguf", edit=lambda w: set_key(w, "tokenizer.ggml.pre", pre)))
     expected = expected_tokenizer(pre)
@@ -99,10 +97,9 @@ def set_key(writer: gguf.GGUFWriter, key: str, value: object) -> None:
     ("edit", "reason"),
     [
         (
-            lambda w: set_key(w, "tokenizer.ggml.pre", "default"),
-            "how it cuts a text .tokenizer.ggml.pre is 'default'. is",
+            lambda w: set_key(w, "tokenizer.ggml.pre", "kimi-k2"),
+            "how it cuts a text .tokenizer.ggml.pre is 'kimi-k2'. is",
         ),
-        (lambda w: set_key(w, "tokenizer.ggml.pre", "tekken"), "'tekken'. is not known"),
         (lambda w: set_key(w, "tokenizer.ggml.model", "t5"), "the tokenizer model 't5' cannot be rebuilt"),
         (lambda w: set_key(w, "tokenizer.ggml.merges", ["t zzz"]), "the merge 't zzz' is not of two tokens to a third"),
         (lambda w: set_key(w, "tokenizer.ggml.merges", ["nospace"]), "the merge 'nospace' is not of two"),
@@ -116,6 +113,35 @@ def test_a_tokenizer_that_cannot_be_rebuilt_is_left_out_with_a_note(tmp_path, ed
         assert len(source.notes) == 2
         assert source.notes[1].startswith("There is no tokenizer.json: ")
         assert re.search(reason, source.notes[1])
+
+
+def test_a_cut_that_is_not_recorded_is_llama_cpp_s_and_told(tmp_path):
+    with open_source(make_llama_gguf(tmp_path / "m.gguf", edit=lambda w: set_key(w, PRE, "default"))) as source:
+        assert any("How the model's own tokenizer cuts a text is not recorded" in note for note in source.notes)
+        got = Tokenizer.from_str(source.blobs["tokenizer.json"].decode())
+    # Punctuation apart, then GPT-2's rule, then numbers apart, then three digits at a time.
+    pieces = [piece for piece, _ in got.pre_tokenizer.pre_tokenize_str("it's 12345½ 12a+b <=>. x")]
+    letters = str.maketrans({"½": "Â½", " ": "Ġ"})
+    assert pieces == [p.translate(letters) for p in
+                      ("it", "'", "s", " ", "123", "45½", " ", "12", "a", "+", "b", " ", "<=>.", " x")]  # fmt: skip
+
+
+def test_tokens_of_phi3_swallow_the_spaces_after_them(tmp_path):
+    def edit(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", "▁", "a", "<|endoftext|>", "<|user|>"])
+        writer.add_token_scores([0.0] * 7)
+        writer.add_token_types([2, 3, 4, 1, 1, 3, 3])
+
+    def added(name: str) -> dict[str, bool]:
+        path = make_llama_gguf(
+            tmp_path / "m.gguf", vocab=7, tokenizer=False, edit=lambda w: [edit(w), w.add_name(name)]
+        )
+        return {t.content: t.rstrip for t in rebuilt(path).get_added_tokens_decoder().values()}
+
+    plain = dict.fromkeys(("<unk>", "<s>", "<|endoftext|>"), False)
+    assert added("Phi-3 mini") == plain | {"</s>": True, "<|user|>": True}
+    assert added("Llama") == plain | {"</s>": False, "<|user|>": False}
 
 
 def test_no_tokenizer_at_all(tmp_path):

@@ -7,18 +7,17 @@ that gives the piece of highest score comes first: the score of a piece is minus
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
+from w4conv.sources.gguf_cuts import CUTS, flat, name_of
 from w4conv.sources.gguf_tokenizer import (
     BYTE,
     CONTROL,
-    LLAMA3_WORDS,
-    QWEN2_WORDS,
     SPACE,
     UNKNOWN,
     UNUSED,
@@ -27,16 +26,6 @@ from w4conv.sources.gguf_tokenizer import (
 
 NORMAL: Final = 1
 Json = Mapping[str, Any]
-
-# How a text is cut before the merges, and whether a word that is a token is taken whole -> tokenizer.ggml.pre
-_GPT2: Final = ("ByteLevel", True)
-_BYTES_ONLY: Final = ("ByteLevel", False)
-_CUTS: Final[Mapping[tuple[tuple[object, ...], bool], str]] = {
-    ((_GPT2,), False): "gpt-2",
-    ((("Digits", True), _GPT2), False): "smollm",
-    ((("Split", LLAMA3_WORDS), _BYTES_ONLY), True): "llama-bpe",
-    ((("Split", QWEN2_WORDS), _BYTES_ONLY), False): "qwen2",
-}
 
 
 def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
@@ -93,51 +82,30 @@ def _lists(tokens: list[str], types: list[int]) -> dict[str, Value]:
 
 def _cut(document: Json, where: str) -> str:
     """The name by which llama.cpp knows how this tokenizer cuts a text."""
-    steps = tuple(_step(step) for step in _flat(document.get("pre_tokenizer"), "pretokenizers"))
-    name = _CUTS.get((steps, bool(document["model"].get("ignore_merges"))))
-    normalizers = [step.get("type") for step in _flat(document.get("normalizer"), "normalizers")]
-    if name is None or normalizers not in ([], ["NFC"]):
+    name = name_of(document)
+    if name is None:
         raise InputError(
             f"{where}: how it cuts a text is not among the ways that can be told to llama.cpp "
-            f"({', '.join(_CUTS.values())}), so its tokens would differ there. Export to another format"
+            f"({', '.join(CUTS)}), so its tokens would differ there. Export to another format"
         )
     return name
 
 
-def _flat(step: object, members: str) -> Iterator[Json]:
-    if isinstance(step, dict):
-        if step.get("type") == "Sequence":
-            for member in step.get(members) or ():
-                yield from _flat(member, members)
-        else:
-            yield step
-
-
-def _step(step: Json) -> tuple[object, ...]:
-    """What of a pre-tokenizer makes a difference."""
-    kind = step.get("type")
-    if kind == "ByteLevel" and not step.get("add_prefix_space"):
-        return kind, step.get("use_regex", True)
-    if kind == "Digits":
-        return kind, step.get("individual_digits")
-    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
-        return kind, (step.get("pattern") or {}).get("Regex")
-    return ("unknown", kind)
-
-
 def _is_pieces(document: Json) -> bool:
     """Whether spaces are written as U+2581, by the normalizer or a Metaspace step."""
-    steps = [*_flat(document.get("normalizer"), "normalizers"), *_flat(document.get("pre_tokenizer"), "pretokenizers")]
+    steps = [*flat(document.get("normalizer"), "normalizers"), *flat(document.get("pre_tokenizer"), "pretokenizers")]
     return any(step.get("content") == SPACE or step.get("type") == "Metaspace" for step in steps)
 
 
 def _pieces(
     document: Json, tokens: list[str], types: list[int], merges: list[list[str] | str], where: str
 ) -> dict[str, Value]:
-    normalizers = list(_flat(document.get("normalizer"), "normalizers"))
-    steps = list(_flat(document.get("pre_tokenizer"), "pretokenizers"))
+    normalizers = list(flat(document.get("normalizer"), "normalizers"))
+    steps = list(flat(document.get("pre_tokenizer"), "pretokenizers"))
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
+    if replace in normalizers:  # no space is left to split at
+        steps = [step for step in steps if step.get("pattern") != {"String": " "}]
     if not steps and normalizers in ([prepend, replace], [replace]):
         prefix = prepend in normalizers
     elif (

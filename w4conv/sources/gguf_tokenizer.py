@@ -13,19 +13,16 @@ from typing import Final
 import numpy as np
 
 from w4conv.sources._files import MAX_TOKENIZER_BYTES, parse_json_object
+from w4conv.sources.gguf_cuts import CUTS, Json
 from w4conv.sources.gguf_header import GgufHeader
 
-Json = dict[str, object]
-
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # values of tokenizer.ggml.token_type
+# GGUF does not say which tokens swallow the spaces after them; the models that have such are known by name.
+PHI3_NAMES: Final = ("phi-3", "phi3")
+PHI3_PLAIN: Final = ("<unk>", "<s>", "<|endoftext|>")
+ORIGINAL: Final = "tokenizer.huggingface.json"  # as some writers keep it
 MAX_TOKEN_CHARS: Final = 1024  # splitting a piece everywhere takes time in the square of its length
 SPACE: Final = "\u2581"
-
-_WORDS: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_WORDS: Final = _WORDS % r"\p{N}{1,3}"
-QWEN2_WORDS: Final = _WORDS % r"\p{N}"
 
 
 class _UnknownTokenizerError(Exception):
@@ -34,13 +31,17 @@ class _UnknownTokenizerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens by id (None: unused), their types, and the ids of the special ones by name ("bos", "eos", ...)."""
+    """Tokens by id (None: unused), their types, and the ids of the special ones by name ("bos", "eos", ...).
+
+    takes_spaces: whether added tokens other than those of PHI3_PLAIN swallow the spaces after them.
+    """
 
     tokens: list[str | None]
     types: list[int]
     special: dict[str, int]
     add_bos: bool
     add_eos: bool
+    takes_spaces: bool
 
     def ids(self) -> dict[str, int]:
         return {token: i for i, token in enumerate(self.tokens) if token is not None}
@@ -53,7 +54,7 @@ class _Vocabulary:
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": False,
+                "rstrip": self.takes_spaces and token not in PHI3_PLAIN,
                 "normalized": False,
                 "special": kind != USER_DEFINED,
             }
@@ -77,6 +78,11 @@ def rebuild_tokenizer(header: GgufHeader) -> tuple[dict[str, bytes], list[str]]:
         vocabulary = _read_vocabulary(header, model)
         blobs["tokenizer_config.json"] = _json(_tokenizer_config(vocabulary))
         blobs["tokenizer.json"] = _tokenizer_json(header, model, vocabulary)
+        if model == "gpt2" and _pre(header) == "default" and ORIGINAL not in header:
+            notes.append(
+                "How the model's own tokenizer cuts a text is not recorded (tokenizer.ggml.pre): it is cut as "
+                "llama.cpp does then, and some tokens may differ."
+            )
     except _UnknownTokenizerError as error:
         notes.append(
             f"There is no tokenizer.json: {error}. The result cannot turn text into tokens; for that, convert the "
@@ -86,11 +92,11 @@ def rebuild_tokenizer(header: GgufHeader) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _tokenizer_json(header: GgufHeader, model: str, vocabulary: _Vocabulary) -> bytes:
-    if "tokenizer.huggingface.json" in header:  # the original, as some writers keep it
-        text = header.text("tokenizer.huggingface.json").encode()
+    if ORIGINAL in header:
+        text = header.text(ORIGINAL).encode()
         if len(text) > MAX_TOKENIZER_BYTES:
-            raise header.error("tokenizer.huggingface.json", f"{len(text)} bytes, at most {MAX_TOKENIZER_BYTES}")
-        parse_json_object(text, f"{header.path}: tokenizer.huggingface.json")
+            raise header.error(ORIGINAL, f"{len(text)} bytes, at most {MAX_TOKENIZER_BYTES}")
+        parse_json_object(text, f"{header.path}: {ORIGINAL}")
         return text
     if model == "gpt2":
         return _json(_byte_level(header, vocabulary))
@@ -121,10 +127,18 @@ def _read_vocabulary(header: GgufHeader, model: str) -> _Vocabulary:
             special[name] = header.integer(f"{prefix}{key}_token_id")
             if not 0 <= special[name] < len(tokens):
                 raise header.error(f"{prefix}{key}_token_id", f"{special[name]} is none of the {len(tokens)} tokens")
-    # Where the file is silent, llama.cpp adds the first token for pieces and for Llama 3.
-    implied = model == "llama" or header.text(f"{prefix}pre", "") == "llama-bpe"
+    # Where the file is silent, llama.cpp adds the first token for pieces and for some of the cuts.
+    cut = CUTS.get(_pre(header))
+    implied = model == "llama" or (cut is not None and cut.adds_bos)
     add_bos = header.flag(f"{prefix}add_bos_token", implied)
-    return _Vocabulary(tokens, types, special, add_bos, header.flag(f"{prefix}add_eos_token", False))
+    add_eos = header.flag(f"{prefix}add_eos_token", False)
+    names = f"{header.text('general.architecture', '')} {header.text('general.name', '')}".lower()
+    phi3 = model == "llama" and any(name in names for name in PHI3_NAMES)
+    return _Vocabulary(tokens, types, special, add_bos, add_eos, takes_spaces=phi3)
+
+
+def _pre(header: GgufHeader) -> str:
+    return header.text("tokenizer.ggml.pre", "default")
 
 
 def _tokenizer_config(vocabulary: _Vocabulary) -> Json:
@@ -140,25 +154,9 @@ def _tokenizer_config(vocabulary: _Vocabulary) -> Json:
 
 def _byte_level(header: GgufHeader, vocabulary: _Vocabulary) -> Json:
     """Byte-level BPE: a text is cut by `tokenizer.ggml.pre`, its bytes become letters, letters are merged."""
-    pre = header.text("tokenizer.ggml.pre", "default")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    gpt2 = byte_level | {"use_regex": True}
-    digits = {"type": "Digits", "individual_digits": True}
-
-    def split(pattern: str) -> Json:
-        return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-    # pre: (steps before the merges, normalizer, whether a word that is a token is taken as it is)
-    known: dict[str, tuple[list[Json], Json | None, bool]] = {
-        "gpt-2": ([gpt2], None, False),
-        "smollm": ([digits, gpt2], None, False),
-        "starcoder": ([digits, gpt2], None, False),
-        "llama-bpe": ([split(LLAMA3_WORDS), byte_level], None, True),
-        "qwen2": ([split(QWEN2_WORDS), byte_level], {"type": "NFC"}, False),
-    }
-    if pre not in known:
-        raise _UnknownTokenizerError(f"how it cuts a text (tokenizer.ggml.pre is {pre!r}) is not known")
-    steps, normalizer, ignore_merges = known[pre]
+    cut = CUTS.get(_pre(header))
+    if cut is None:
+        raise _UnknownTokenizerError(f"how it cuts a text (tokenizer.ggml.pre is {_pre(header)!r}) is not known")
     ids = vocabulary.ids()
     model: Json = {
         "type": "BPE",
@@ -168,15 +166,15 @@ def _byte_level(header: GgufHeader, vocabulary: _Vocabulary) -> Json:
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": ignore_merges,
+        "ignore_merges": cut.whole_words,
         "vocab": ids,
         "merges": _merges(header, ids),
     }
     return _assembled(
         vocabulary,
-        normalizer=normalizer,
-        pre_tokenizer=steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
-        decoder=gpt2,
+        normalizer={"type": "NFC"} if cut.nfc else None,
+        pre_tokenizer=cut.pre_tokenizer(),
+        decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         model=model,
     )
 
