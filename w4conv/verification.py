@@ -15,6 +15,7 @@ from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.convert import quantize
 from w4conv.errors import FormatError, UsageError
 from w4conv.measure.divergence import Comparison, Divergence, compare_models
+from w4conv.measure.exported import compare_export
 from w4conv.measure.perplexity import (
     DEFAULT_CTX,
     Estimate,
@@ -26,7 +27,6 @@ from w4conv.measure.perplexity import (
     make_windows,
     token_nlls,
 )
-from w4conv.measure.exported import compare_export
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.texts import Text, load_text
 from w4conv.progress import Progress, Silent
