@@ -103,3 +103,44 @@ def test_compressed_tensors(tmp_path: Path, symmetric: bool, bits: int, group_si
     check(directory, expected, "int8" if bits == 8 else "int4" if symmetric else "int4z")
     sizes = {schemes(directory.with_suffix(".w4"))[name].group_size for name in expected}
     assert sizes == {group_size or 0}
+
+
+@pytest.mark.filterwarnings("default")  # of the package's own
+def test_mxfp4(tmp_path: Path) -> None:
+    """The experts of gpt-oss: transformers gives (experts, in, out), gate and up in turn; we one matrix an expert."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="transformers is the oracle here")
+    rng = np.random.default_rng(4)
+    experts = "model.layers.0.mlp.experts"
+    raw: dict[str, tuple[str, np.ndarray]] = {}
+    expected = {}
+    for part, n_out, n_in in (("gate_up_proj", 12, 64), ("down_proj", 64, 96)):
+        blocks = rng.integers(0, 256, (3, n_out, n_in // 32, 16), np.uint8)
+        scales = rng.integers(100 if part == "down_proj" else 110, 140, blocks.shape[:3], np.uint8)
+        blocks[scales < 104] &= 0x88  # zeros of either sign, under a scale that is no FP16 number
+        bias = rng.standard_normal((3, n_out)).astype(np.float32)
+        raw[f"{experts}.{part}_blocks"], raw[f"{experts}.{part}_scales"] = ("U8", blocks), ("U8", scales)
+        raw[f"{experts}.{part}_bias"] = "F32", bias
+        whole = mxfp4.convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+        )
+        rows = whole.numpy().transpose(0, 2, 1)  # (experts, out, in)
+        for i in range(3):
+            for name, places in (
+                (("gate_proj", 0), ("up_proj", 1)) if part == "gate_up_proj" else (("down_proj", None),)
+            ):
+                taken = slice(None) if places is None else slice(places, None, 2)
+                expected[f"{experts}.{i}.{name}.weight"] = rows[i, taken]
+                expected[f"{experts}.{i}.{name}.bias"] = bias[i, taken]
+    with open_source(write(tmp_path / "m", {"quant_method": "mxfp4"}, raw)) as source:
+        assert source.kind == "mxfp4"
+        assert source.tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            assert same(source.read(name), value), name
+            if value.ndim == 1:
+                continue
+            assert str(source.tensors[name].coding) == "int8/g32"
+            assert same(source.read(name, slice(1, 4)), value[1:4])
+            rows = source.read_coded(name, slice(1, 5))
+            assert rows.scales.dtype == np.float16
+            spread = np.repeat(rows.scales.astype(np.float32), 32, axis=1)
+            assert same(rows.codes.astype(np.float32) * spread, value[1:5])

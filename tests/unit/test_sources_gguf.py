@@ -9,13 +9,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from exports import same, schemes, values
 from gguf.quants import dequantize, quantize
 from helpers import as_dtype, bf16_bits, llama_tensors, make_llama_gguf
 
+import w4conv
 from w4conv.errors import InputError
 from w4conv.models import parse_config
-from w4conv.sources import open_source
+from w4conv.scheme import int8
+from w4conv.sources import gguf_blocks, open_source
 from w4conv.sources.gguf import DEQUANTIZABLE
+from w4conv.sources.gguf_blocks import coded, coding_of
 from w4conv.sources.gguf_header import TYPES
 
 SHAPE = {"hidden": 64, "inner": 96, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 300}
@@ -385,3 +389,65 @@ def test_split_models(tmp_path):
 
 def test_bf16_helper_rounds_to_even():
     assert [hex(b) for b in bf16_bits(np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8]))] == ["0x3f80", "0x3f80", "0x3f82"]
+
+
+@pytest.mark.parametrize(("arch", "biases"), [("llama", ()), ("qwen2", QKV)])
+@pytest.mark.parametrize(("qtype", "scheme"), [("Q4_0", "int4/g32"), ("Q8_0", "int8/g32"), ("MXFP4", "int8/g32")])
+def test_blocks_are_kept_as_codes(tmp_path, qtype, scheme, arch, biases):
+    path = make_llama_gguf(tmp_path / "m.gguf", qtype=qtype, arch=arch, biases=biases)
+    w4conv.quantize(path, tmp_path / "m.w4", scheme="keep")
+    expected, found = weights(biases=biases), values(tmp_path / "m.w4")
+    for name, array in expected.items():
+        if array.ndim > 1:
+            assert str(schemes(tmp_path / "m.w4")[name]) == scheme
+            assert same(found[name], dequantize(quantize(array, Q[qtype]), Q[qtype])), name
+    assert w4conv.verify(tmp_path / "m.w4", against=path).ok
+
+
+def test_mxfp4_codes():
+    """Every code and exponent that FP16 holds, and a block of zeros under any exponent."""
+    codes = np.arange(16, dtype=np.uint8)
+    blocks = np.stack([np.concatenate([[e], codes | codes[::-1] << 4]) for e in range(104, 144)]).astype(np.uint8)
+    zeros = np.full((1, 17), 0x80, np.uint8)
+    zeros[0, 0] = 3
+    raw = np.concatenate([blocks, zeros])
+    found = coded(raw, "MXFP4", int8(32), "there")
+    values = found.codes.astype(np.float32) * found.scales.astype(np.float32)
+    assert same(values, dequantize(raw, Q.MXFP4))
+    raw[0, 0] = 103
+    with pytest.raises(InputError, match="there: a scale lies beyond FP16"):
+        coded(raw, "MXFP4", int8(32), "there")
+
+
+def q4_1(offset: int, *, n: int = 6) -> np.ndarray:
+    """Blocks of random codes and scales, the offset so many scales below zero."""
+    rng = np.random.default_rng(offset)
+    scales = (rng.integers(1, 64, (n, 1)) / 1024).astype("<f2")
+    codes = rng.integers(0, 256, (n, 16)).astype(np.uint8)
+    return np.concatenate([scales.view(np.uint8), (-offset * scales).astype("<f2").view(np.uint8), codes], axis=1)
+
+
+@pytest.mark.parametrize(("offsets", "scheme"), [((8, 8), "int4/g32"), ((0, 15), "int4z/g32"), ((3, 8), "int4z/g32")])
+def test_q4_1_with_whole_offsets_is_kept(offsets, scheme):
+    raw = np.stack([q4_1(offset).reshape(-1) for offset in offsets])  # 2 rows of 6 blocks
+    coding = coding_of("Q4_1", 2, raw.shape[1], lambda start, stop: raw[start:stop].reshape(-1))
+    assert str(coding) == scheme
+    found = coded(raw, "Q4_1", coding, "there")
+    zeros = 8 if found.zero_points is None else np.repeat(found.zero_points.astype(np.float32), 32, axis=1)
+    values = (found.codes.astype(np.float32) - zeros) * np.repeat(found.scales.astype(np.float32), 32, axis=1)
+    assert same(values, dequantize(raw, Q.Q4_1))
+
+
+def test_q4_1_with_other_offsets_is_not(monkeypatch):
+    monkeypatch.setattr(gguf_blocks, "CHECKED_AT_ONCE", 1)  # a row at a time
+    raw = np.stack([q4_1(8).reshape(-1)] * 3)
+    raw[1, 22] ^= 1  # the last bit of an offset
+    read = []
+
+    def rows(start, stop):
+        read.append(start)
+        return raw[start:stop].reshape(-1)
+
+    assert coding_of("Q4_1", 3, raw.shape[1], rows) is None
+    assert read == [0, 1], "no further than the first that does not fit"
+    assert coding_of("Q4_1", 1, raw.shape[1], lambda a, b: q4_1(16)) is None, "no such zero point"

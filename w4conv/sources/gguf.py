@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
-from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources._files import VALUE_DTYPES, MappedFile, row_range, values
 from w4conv.sources.base import CodedRows, Source, SourceTensor
+from w4conv.sources.gguf_blocks import coded, coding_of
 from w4conv.sources.gguf_config import ARCHITECTURES, Architecture, rebuild_config, rebuild_generation_config
 from w4conv.sources.gguf_header import GgufHeader, GgufTensor
 from w4conv.sources.gguf_tokenizer import rebuild_tokenizer
@@ -47,11 +47,6 @@ SPLIT: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SPLITS: Final = 1000
 
 
-BLOCK_COLUMNS: Final = 32
-# Types whose very codes and scales a scheme of the container holds, as blocks of 32 columns.
-CODINGS: Final[dict[str, QuantScheme]] = {"Q4_0": int4(BLOCK_COLUMNS), "Q8_0": int8(BLOCK_COLUMNS)}
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a tensor lies. n_heads: heads whose rows are stored interleaved, 0 where the rows are in order."""
@@ -78,7 +73,7 @@ class GgufSource(Source):
         self.path = path
         self.files = tuple(header.path for header in headers)
         self._places = places
-        self.tensors = {name: _source_tensor(name, place.tensor) for name, place in places.items()}
+        self.tensors = {name: self._source_tensor(name, place) for name, place in places.items()}
         self.blobs = blobs
         self.notes = tuple(notes)
 
@@ -106,9 +101,21 @@ class GgufSource(Source):
         return place.file.view(tensor.offset + start * n_bytes, (stop - start) * n_bytes)
 
     def read_coded(self, name: str, rows: slice) -> CodedRows:
-        place = self._places[name]
+        place, coding = self._places[name], self.tensors[name].coding
+        if coding is None:
+            raise ValueError(f"{name} has no coding")
         start, stop = row_range(rows, place.tensor.shape)
-        return _coded(self._raw(place, start, stop).reshape(stop - start, -1), place.tensor.type_name)
+        raw = self._raw(place, start, stop).reshape(stop - start, -1)
+        return coded(raw, place.tensor.type_name, coding, f"{place.file.path}: {place.tensor.name}")
+
+    def _source_tensor(self, name: str, place: _Place) -> SourceTensor:
+        tensor = place.tensor
+        dtype = tensor.type_name if tensor.type_name in VALUE_DTYPES else "F32"
+        coding = None
+        if len(tensor.shape) == 2 and tensor.nbytes:
+            n_rows = tensor.shape[0]
+            coding = coding_of(tensor.type_name, n_rows, tensor.nbytes // n_rows, lambda a, b: self._raw(place, a, b))
+        return SourceTensor(name, tensor.shape, dtype, tensor.type_name, coding)
 
     def close(self) -> None:
         for place in self._places.values():
@@ -236,23 +243,6 @@ def _named(
     if "model.embed_tokens.weight" not in out:
         raise InputError(f"{header.path}: token_embd.weight is missing")
     return out
-
-
-def _source_tensor(name: str, tensor: GgufTensor) -> SourceTensor:
-    dtype = tensor.type_name if tensor.type_name in VALUE_DTYPES else "F32"
-    coding = CODINGS.get(tensor.type_name) if len(tensor.shape) == 2 else None
-    return SourceTensor(name, tensor.shape, dtype, tensor.type_name, coding)
-
-
-def _coded(raw: npt.NDArray[np.uint8], type_name: str) -> CodedRows:
-    """(n_rows, bytes of a row): blocks of an FP16 scale, then 16 bytes code[j] | code[j + 16] << 4 or 32 signed."""
-    n_rows = raw.shape[0]
-    blocks = raw.reshape(n_rows, -1, 18 if type_name == "Q4_0" else 34)
-    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
-    codes = np.ascontiguousarray(blocks[..., 2:])
-    if type_name == "Q4_0":
-        return CodedRows(np.concatenate([codes & 15, codes >> 4], axis=2).reshape(n_rows, -1), scales, None)
-    return CodedRows(codes.view(np.int8).reshape(n_rows, -1), scales, None)
 
 
 def _dequantized(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from w4conv.errors import InputError
-from w4conv.sources.packed import awq, bitsandbytes, compressed_tensors, fp8, gptq, mlx
+from w4conv.sources.packed import awq, bitsandbytes, compressed_tensors, fp8, gptq, mlx, mxfp4
 from w4conv.sources.packed.base import PackedTensor, RawTensors
 
 __all__ = ["PackedTensor", "RawTensors", "find_packed"]
@@ -27,6 +27,7 @@ METHODS: Final[Mapping[str, Finder]] = {
     "compressed-tensors": compressed_tensors.find,
     "bitsandbytes": bitsandbytes.find,
     "fp8": fp8.find,
+    "mxfp4": mxfp4.find,
 }
 
 
@@ -54,7 +55,9 @@ def find_packed(config: Mapping[str, Any], raw: RawTensors) -> tuple[str, dict[s
         found, kind = mlx.find(settings, raw), "mlx"
     if not found:
         raise InputError(f"{raw.directory}: config.json says {kind}, but no tensor is stored so. Fetch it again")
-    return kind, {name: replace(tensor, nbytes=raw.nbytes(name)) for name, tensor in found.items()}
+    return kind, {
+        name: tensor if tensor.nbytes else replace(tensor, nbytes=raw.nbytes(name)) for name, tensor in found.items()
+    }
 
 
 def _auto_round(settings: Settings, raw: RawTensors) -> str:

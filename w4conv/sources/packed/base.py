@@ -31,13 +31,13 @@ FLOATS: Final = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix in the coding of its format.
+    """A matrix in the coding of its format, or a vector cut out of a larger tensor.
 
     stored_as: letters, digits and "_". coding: the scheme of the container that holds it exactly, with `coded` for its
     rows; both None where there is none. values: rows in float32.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     stored_as: str
     coding: QuantScheme | None
     coded: Callable[[slice], CodedRows] | None
@@ -189,6 +189,17 @@ def packed_tensor(
         )
 
     return PackedTensor(shape, stored_as, coding, coded, plain)
+
+
+def whole_zero_points(scales: F32Array, offsets: F32Array, bits: int) -> npt.NDArray[np.uint8] | None:
+    """Whole numbers z with offset = -z * scale, so that code * scale + offset = (code - z) * scale; None where one is
+    not whole or out of range."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(scales == 0, np.float32(1 << (bits - 1)), np.rint(-offsets / scales))
+    inside = np.isfinite(ratio) & (ratio >= 0) & (ratio < 1 << bits)
+    if not inside.all() or not np.array_equal(-ratio * scales, offsets):
+        return None
+    return ratio.astype(np.uint8)
 
 
 def integer(settings: Mapping[str, Any], key: str, raw: RawTensors, default: int | None = None) -> int:

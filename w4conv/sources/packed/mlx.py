@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
+from w4conv.sources.packed.base import (
+    FLOATS,
+    F32Array,
+    PackedTensor,
+    RawTensors,
+    fields,
+    integer,
+    packed_tensor,
+    whole_zero_points,
+)
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
@@ -57,7 +66,7 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedT
         out += np.repeat(raw.floats(f"{module}.biases")[rows], group_size, axis=1)
         return out
 
-    zeros = _zero_points(scales(slice(0, n_rows)), raw.floats(f"{module}.biases"), bits)
+    zeros = whole_zero_points(scales(slice(0, n_rows)), raw.floats(f"{module}.biases"), bits)
     middle = 1 << (bits - 1)
     kind = None
     if zeros is not None:
@@ -77,13 +86,3 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedT
         zero_points=(lambda rows: zeros[rows]) if zeros is not None and kind == "int4z" else None,
         values=affine,
     )
-
-
-def _zero_points(scales: F32Array, biases: F32Array, bits: int) -> npt.NDArray[np.uint8] | None:
-    """Whole numbers z with bias = -z * scale, or None where one is not whole or out of range."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(scales == 0, np.float32(1 << (bits - 1)), np.rint(-biases / scales))
-    inside = np.isfinite(ratio) & (ratio >= 0) & (ratio < 1 << bits)
-    if not inside.all() or not np.array_equal(-ratio * scales, biases):
-        return None
-    return ratio.astype(np.uint8)

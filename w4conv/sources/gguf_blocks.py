@@ -1,0 +1,81 @@
+"""GGUF types whose blocks of 32 columns a scheme of the container holds exactly, as codes and scales.
+
+Q4_0   f16 scale, 16 bytes               int4:  code * scale, codes less 8
+Q4_1   f16 scale, f16 offset, 16 bytes   int4z, where every offset is minus a whole number of scales; elsewhere none
+Q8_0   f16 scale, 32 signed bytes        int8
+MXFP4  exponent, 16 bytes                int8: doubled numbers of E2M1, a power of two as scale
+
+16 bytes hold 32 codes: byte j = code[j] | code[j + 16] << 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv.errors import InputError
+from w4conv.scheme import QuantScheme, int4, int8
+from w4conv.sources.base import CodedRows
+from w4conv.sources.packed.base import whole_zero_points
+from w4conv.sources.packed.mxfp4 import DOUBLED, scale_of
+
+Bytes = npt.NDArray[np.uint8]
+
+COLUMNS: Final = 32
+NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "MXFP4": 17}  # of a block
+FIXED: Final = {"Q4_0": int4(COLUMNS), "Q8_0": int8(COLUMNS), "MXFP4": int8(COLUMNS)}
+SYMMETRIC: Final = 8
+CHECKED_AT_ONCE: Final = 1 << 20  # bytes of blocks
+
+
+def coding_of(type_name: str, n_rows: int, row_nbytes: int, read: Callable[[int, int], Bytes]) -> QuantScheme | None:
+    """The scheme for a matrix, or None. read: the bytes of rows from, to; only Q4_1 is looked at, up to the first block
+    that fits no scheme."""
+    if type_name != "Q4_1":
+        return FIXED.get(type_name)
+    symmetric = True
+    step = max(CHECKED_AT_ONCE // row_nbytes, 1)
+    for start in range(0, n_rows, step):
+        zeros = _zero_points(_blocks(read(start, min(start + step, n_rows)), "Q4_1"))
+        if zeros is None:
+            return None
+        symmetric = symmetric and bool((zeros == SYMMETRIC).all())
+    return int4(COLUMNS) if symmetric else QuantScheme("int4z", COLUMNS, "f16")
+
+
+def coded(raw: Bytes, type_name: str, coding: QuantScheme, where: str) -> CodedRows:
+    """raw: (n_rows, bytes of a row). Raises InputError where a scale of MXFP4 is no FP16 number."""
+    n_rows = raw.shape[0]
+    blocks = _blocks(raw.reshape(-1), type_name).reshape(n_rows, -1, NBYTES[type_name])
+    if type_name == "Q8_0":
+        return CodedRows(np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(n_rows, -1), _f16(blocks, 0), None)
+    nibbles = blocks[..., -16:]
+    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(n_rows, -1)
+    if type_name == "MXFP4":
+        levels = DOUBLED[codes]
+        scales = scale_of(blocks[..., 0], levels)
+        with np.errstate(over="ignore"):
+            halves = scales.astype(np.float16)
+        if not np.array_equal(halves.astype(np.float32), scales):
+            raise InputError(
+                f"{where}: a scale lies beyond FP16, so {coding} does not hold it exactly. Choose --scheme f32"
+            )
+        return CodedRows(levels, halves, None)
+    zeros = _zero_points(blocks) if coding.kind == "int4z" else None
+    return CodedRows(codes, _f16(blocks, 0), zeros)
+
+
+def _blocks(raw: Bytes, type_name: str) -> Bytes:
+    return raw.reshape(-1, NBYTES[type_name])
+
+
+def _f16(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
+
+
+def _zero_points(blocks: Bytes) -> Bytes | None:
+    scales, offsets = (_f16(blocks, at).astype(np.float32) for at in (0, 2))
+    return whole_zero_points(scales, offsets, 4)
