@@ -22,12 +22,13 @@ from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
-from w4conv.quantization.recipe import Recipe, make_recipe
+from w4conv.quantization.recipe import Recipe, make_recipe, read_rules
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 
 TOOL: Final = f"w4conv {__version__}"
+CALIBRATED: Final = ("int4", "int8")  # kinds of code for which methods use activations
 BLOCK_NBYTES: Final = 1 << 25  # of source values held at a time
 HEAD: Final = "lm_head.weight"
 # Buffers that old checkpoints carry and that follow from the config.
@@ -82,6 +83,7 @@ def quantize(
     scheme: str | None = None,
     group_size: int | str | None = None,
     embeddings: str | None = None,
+    recipe: str | None = None,
     method: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     calibration_tokens: int = 16384,
@@ -95,11 +97,13 @@ def quantize(
 ) -> ConversionReport:
     """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
 
-    scheme: "w4a16", "w8a16", "f16", "bf16", "f32" or "keep" for linear weights; None means keep for a checkpoint in 4
-    bits whose very codes and scales a scheme of the container holds, else w4a16. group_size: 32, 64, 128 (default),
-    256, or "row".
-    embeddings: "int8", "int4", "f16" or "keep" for embedding and head; None means int8 for w4a16 and w8a16, else as the
-    scheme. Vectors keep the type they have.
+    scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or "keep"
+    for linear weights; None means keep for a checkpoint in 4 bits whose very codes and scales a scheme of the container
+    holds, else w4a16. group_size: 32, 64, 128 (default), 256, or "row".
+    embeddings: "int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head; None means
+    int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
+    recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
+    (quantization/recipe.py); where it says nothing, the other options count.
 
     method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "gptq" (scales searched,
     each column rounded with the errors of those before it in mind), or "best" (of all, for each matrix); None means
@@ -121,6 +125,7 @@ def quantize(
     """
     started = time.perf_counter()
     src, out = Path(src), Path(out)
+    rules = () if recipe is None else read_rules(recipe)
     if scheme is not None:  # a wrong word is told before anything is opened
         make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
     if threads is not None and threads < 1:
@@ -131,12 +136,11 @@ def quantize(
     with open_source(src) as source:
         _refuse_same_file(source, out)
         if scheme is None:
-            asked = requantize or group_size is not None or method is not None or calibration is not None
+            asked = requantize or any(word is not None for word in (group_size, method, calibration, recipe))
             scheme = _default_scheme(source, requantize=asked)
-        recipe = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
-        method = _method(recipe, method, calibration)
+        made = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings, rules=rules)
         text = None if calibration is None else (Path(calibration), calibration_tokens, calibration_ctx)
-        conversion = _Conversion(source, recipe, method, text)
+        conversion = _Conversion(source, made, _method(method, calibration), text)
         check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return conversion.report(out)
@@ -164,7 +168,7 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
     )
 
 
-def _method(recipe: Recipe, method: str | None, calibration: object) -> str:
+def _method(method: str | None, calibration: object) -> str:
     if method is not None and method not in METHODS:
         raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     chosen = method or ("rtn" if calibration is None else "best")
@@ -172,10 +176,6 @@ def _method(recipe: Recipe, method: str | None, calibration: object) -> str:
         raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
     if chosen != "rtn" and calibration is None:
         raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
-    if chosen != "rtn" and not recipe.linear.startswith("int"):
-        raise UsageError(
-            f"scheme {recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
-        )
     return chosen
 
 
@@ -208,6 +208,8 @@ class _Conversion:
         self._notes = list(source.notes)
         self._coded: set[str] = set()  # names of tensors whose codes and scales are taken as they are
         self._spec = self._parse_spec()
+        self._choices = recipe.choices(self._spec)
+        self._methods = self._calibrated(method) if calibration is not None else {}
         self._text: CalibrationText | None = None
         if calibration is not None:
             path, tokens, ctx = calibration
@@ -217,6 +219,25 @@ class _Conversion:
         self._file_nbytes = [file.stat().st_size for file in source.files]
         blobs = {name: source.blobs[name] for name in sorted(source.blobs)}
         self.layout: Layout = plan(tensors, blobs, self._provenance(tensors))
+
+    def _calibrated(self, method: str) -> dict[str, str]:
+        """Matrix -> its method, of those that are calibrated: linear weights rounded to integers."""
+        methods = {}
+        for t in self._spec.tensors():
+            choice = self._choices[t.name]
+            if t.role == "linear" and choice.kind in CALIBRATED:
+                methods[t.name] = _known_method(choice.method or method)
+            elif choice.method not in (None, "rtn"):
+                what = f"a tensor for {t.role}" if t.role != "linear" else f"coded as {choice.kind}"
+                raise UsageError(
+                    f"recipe: method {choice.method} for {t.name}, which is {what}; calibrated are linear weights "
+                    f"coded as {' or '.join(CALIBRATED)}"
+                )
+        if not methods:
+            raise UsageError(
+                f"scheme {self._recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
+            )
+        return methods
 
     def _fail(self, message: str) -> InputError:
         return InputError(f"{self._source.path}: {message}")
@@ -259,8 +280,9 @@ class _Conversion:
             found = stored[name]
             if found.shape != t.shape:
                 raise self._fail(f"{name}: shape is {found.shape}, but the config asks for {t.shape}")
-            coding = self._recipe.scheme_for(t.role, t.shape, found.dtype)
-            if found.coding is not None and self._recipe.keeps(t.role):
+            choice = self._choices[name]
+            coding = choice.coding(found.dtype)
+            if found.coding is not None and choice.keeps:
                 coding = found.coding
                 self._coded.add(name)
             elif found.is_quantized and len(t.shape) == 2:
@@ -306,6 +328,8 @@ class _Conversion:
         }
         if not all(t.scheme.is_float for t in tensors):
             record["group_size"] = self._recipe.group_size
+        if self._recipe.rules:
+            record["recipe"] = self._recipe.record()
         if self._text is not None:
             record["calibration"] = self._text.record() | {"damping_percent": DAMPING_PERCENT}
         return record
@@ -316,9 +340,7 @@ class _Conversion:
         """(conversion digest, notes on the values)."""
         itemsize = {name: codes.VALUE_DTYPES[t.dtype.lower()].itemsize for name, t in self._source.tensors.items()}
         progress.start(sum(t.n_values * itemsize[t.name] for t in self.layout.tensors.values()))
-        calibrator, calibrated = self._calibrator(threads, progress), set()
-        if calibrator is not None:
-            calibrated = {t.name for t in self._spec.tensors() if t.role == "linear"}
+        calibrator = self._calibrator(threads, progress)
         n_underflowed = n_tensors = n_kept = 0
         sources = stamp(self._source.files)
         with (
@@ -329,10 +351,10 @@ class _Conversion:
             for name, info in self.layout.tensors.items():
                 if name != writer.due:
                     n_kept += 1
-                    if name not in calibrated:  # those are solved again
+                    if name not in self._methods:  # those are solved again
                         progress.advance(info.n_values * itemsize[name], name)
                     continue
-                if calibrator is not None and name in calibrated:
+                if calibrator is not None and name in self._methods:
                     n = _write_solution(writer, name, calibrator.take(name))
                 else:
                     n = self._write_tensor(writer, name, info.scheme, threads, progress)
@@ -358,7 +380,7 @@ class _Conversion:
         if self._text is None:
             return None
         return Calibrator(
-            self._source, self._spec, self.layout, self._text, self._method, threads=threads, solved=progress.advance
+            self._source, self._spec, self.layout, self._text, self._methods, threads=threads, solved=progress.advance
         )
 
     def _write_tensor(

@@ -57,10 +57,9 @@ def write_random(path: Path, shape: str, *, scheme: str, progress: Progress | No
         raise UsageError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
     progress = progress or Silent()
     recipe = make_recipe(scheme=scheme, group_size=128, embeddings=None)
-    tensors = [
-        TensorPlan(t.name, t.shape, recipe.scheme_for(t.role, t.shape, "F32"), "F32")
-        for t in parse_config(SHAPES[shape]).tensors()
-    ]
+    spec = parse_config(SHAPES[shape])
+    choices = recipe.choices(spec)
+    tensors = [TensorPlan(t.name, t.shape, choices[t.name].coding("F32"), "F32") for t in spec.tensors()]
     record = {"tool": "w4conv bench", "source": {"kind": "random", "files": []}}
     layout = plan(tensors, {"config.json": json.dumps(SHAPES[shape]).encode()}, record)
     rng = np.random.default_rng(0)

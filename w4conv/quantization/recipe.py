@@ -1,59 +1,196 @@
-"""Recipe: which scheme each tensor of a model gets, from the words a user chooses."""
+"""Recipe: which scheme and which method each tensor of a model gets, from the words a user chooses.
+
+A recipe file is TOML. Under [tensors] it maps patterns to what is to differ from the options of the command:
+
+    description = "8 bits where it hurts"
+    [tensors]
+    embedding = {scheme = "int8"}
+    "*.v_proj.weight" = {scheme = "int8", group = 64, method = "rtn"}
+    "model.layers.0.*" = {group = "row"}
+
+A pattern is a role ("embedding", "head", "linear", ...) or matches whole tensor names, `*`, `?` and `[...]` as in a shell.
+Each key counts as the last pattern that matches and has it says, and as the options say where none does.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import fnmatch
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
-from w4conv.errors import UsageError
-from w4conv.models.spec import Role
-from w4conv.scheme import GROUP_SIZES, QuantScheme
+from w4conv.errors import InputError, UsageError
+from w4conv.models.spec import ModelSpec
+from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, QuantScheme
 
 # What `scheme` says of linear weights, and of embedding and head unless told otherwise.
 SCHEMES: Final = {
     "w4a16": ("int4", "int8"),
+    "int4z": ("int4z", "int8"),
+    "nf4": ("nf4", "int8"),
+    "fp4": ("fp4", "int8"),
     "w8a16": ("int8", "int8"),
     "f16": ("f16", "f16"),
     "bf16": ("bf16", "bf16"),
     "f32": ("f32", "f32"),
     "keep": ("keep", "keep"),
 }
-EMBEDDINGS: Final = ("int8", "int4", "f16", "keep")
+KINDS: Final = (*BITS, "keep")  # what one tensor can be told to be
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
+BUILT_IN: Final = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is said of the tensors that a pattern matches; None where nothing is. group: 0 for the whole row."""
+
+    scheme: str | None = None
+    group: int | None = None
+    method: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        words = {"scheme": self.scheme, "group": self.group, "method": self.method}
+        return {key: word for key, word in words.items() if word is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one tensor gets. kind: of code, or "keep"; vectors are always kept. method: None where nothing names one."""
+
+    kind: str
+    group_size: int
+    method: str | None = None
+
+    @property
+    def keeps(self) -> bool:
+        return self.kind == "keep"
+
+    def coding(self, dtype: str) -> QuantScheme:
+        """The scheme where the source holds `dtype` ("F16", "BF16", "F32")."""
+        if self.keeps:
+            return KEPT[dtype]
+        return QuantScheme(self.kind) if self.kind in FLOAT_KINDS else QuantScheme(self.kind, self.group_size, "f16")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """scheme: the word chosen. linear, embeddings: kind of code or "keep". group_size: 0 for the whole row."""
+    """scheme: the word chosen. linear, embeddings: kind of code or "keep". group_size: 0 for the whole row.
+
+    rules: (pattern, what it says) in order.
+    """
 
     scheme: str
     linear: str
     embeddings: str
     group_size: int
+    rules: tuple[tuple[str, Rule], ...] = ()
 
-    def keeps(self, role: Role) -> bool:
-        """Whether tensors of this role keep the coding that they have."""
-        return (self.embeddings if role in ("embedding", "head") else self.linear) == "keep"
+    def choices(self, spec: ModelSpec) -> dict[str, Choice]:
+        """What each tensor of a model gets, by name. Raises UsageError for a pattern that matches no matrix."""
+        unused = {pattern for pattern, _ in self.rules}
+        out = {}
+        for t in spec.tensors():
+            if len(t.shape) < 2:
+                out[t.name] = Choice("keep", 0)
+                continue
+            roles = ("embedding", "head") if t.role == "embedding" and spec.tied_head else (t.role,)
+            found = Rule(self.embeddings if t.role in ("embedding", "head") else self.linear, self.group_size)
+            for pattern, rule in self.rules:
+                if pattern in roles or fnmatch.fnmatchcase(t.name, pattern):
+                    found = replace(found, **rule.record())
+                    unused.discard(pattern)
+            assert found.scheme is not None and found.group is not None
+            out[t.name] = Choice(found.scheme, found.group, found.method)
+        if unused:
+            example = next(t.name for t in spec.tensors() if t.role == "linear")
+            raise UsageError(
+                f"recipe: {min(unused)!r} matches no matrix of this model. A pattern is embedding, head, linear, or a "
+                f"whole name such as {example} with * and ?"
+            )
+        return out
 
-    def scheme_for(self, role: Role, shape: tuple[int, ...], dtype: str) -> QuantScheme:
-        """The scheme of a tensor whose source holds `dtype` ("F16", "BF16", "F32"); vectors keep theirs."""
-        kind = self.embeddings if role in ("embedding", "head") else self.linear
-        if len(shape) < 2 or kind == "keep":
-            return KEPT[dtype]
-        return QuantScheme(kind, self.group_size, "f16") if kind.startswith("int") else QuantScheme(kind)
+    def record(self) -> list[Any]:
+        """The rules for the provenance of a container: [pattern, words] in order."""
+        return [[pattern, rule.record()] for pattern, rule in self.rules]
 
 
-def make_recipe(scheme: str, *, group_size: int | str = 128, embeddings: str | None = None) -> Recipe:
-    """scheme: a key of SCHEMES. group_size: 32, 64, 128, 256, or "row" or 0. embeddings: one of EMBEDDINGS, or None.
+def make_recipe(
+    scheme: str,
+    *,
+    group_size: int | str = 128,
+    embeddings: str | None = None,
+    rules: Sequence[tuple[str, Rule]] = (),
+) -> Recipe:
+    """scheme: a key of SCHEMES. group_size: 32, 64, 128, 256, or "row" or 0. embeddings: one of KINDS, or None.
 
     Raises UsageError for any other word.
     """
     if scheme not in SCHEMES:
         raise UsageError(f"unknown scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
-    if embeddings is not None and embeddings not in EMBEDDINGS:
-        raise UsageError(f"unknown embeddings {embeddings!r}; choose one of {', '.join(EMBEDDINGS)}")
-    text = "0" if group_size == "row" else str(group_size)
-    if text not in map(str, GROUP_SIZES):
+    if embeddings is not None and embeddings not in KINDS:
+        raise UsageError(f"unknown embeddings {embeddings!r}; choose one of {', '.join(KINDS)}")
+    size = _group_size(group_size)
+    if size is None:
         raise UsageError(f"group size {group_size} is not one of 32, 64, 128, 256, row")
     linear, default = SCHEMES[scheme]
-    return Recipe(scheme, linear, embeddings or default, int(text))
+    return Recipe(scheme, linear, embeddings or default, size, tuple(rules))
+
+
+def read_rules(recipe: str) -> tuple[tuple[str, Rule], ...]:
+    """The rules of a built-in recipe, by its name, or of a file. Raises UsageError, InputError."""
+    path = Path(recipe)
+    if path.suffix != ".toml":
+        path = BUILT_IN / f"{recipe}.toml"
+        if recipe not in dict(built_in_recipes()):
+            names = ", ".join(name for name, _ in built_in_recipes())
+            raise UsageError(f"no recipe {recipe!r} is built in; there are {names}. A file ends in .toml")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: not TOML: {error}") from error
+    return _parse(document, str(path))
+
+
+def built_in_recipes() -> Iterator[tuple[str, str]]:
+    """(name, description) of each."""
+    for path in sorted(BUILT_IN.glob("*.toml")):
+        yield path.stem, tomllib.loads(path.read_text(encoding="utf-8"))["description"]
+
+
+def _parse(document: Mapping[str, Any], where: str) -> tuple[tuple[str, Rule], ...]:
+    if unknown := [key for key in document if key not in ("description", "tensors")]:
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; a recipe has description and [tensors]")
+    tensors = document.get("tensors")
+    if not isinstance(tensors, dict) or not tensors:
+        raise InputError(f"{where}: has no patterns under [tensors]")
+    return tuple((pattern, _parse_rule(words, f"{where}: {pattern!r}")) for pattern, words in tensors.items())
+
+
+def _parse_rule(words: Any, where: str) -> Rule:
+    if not isinstance(words, dict) or not words:
+        raise InputError(f'{where}: is {words!r}, expected a table such as {{scheme = "int8", group = 64}}')
+    if unknown := [key for key in words if key not in ("scheme", "group", "method")]:
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; there are scheme, group and method")
+    scheme, group, method = (words.get(key) for key in ("scheme", "group", "method"))
+    if scheme is not None and scheme not in KINDS:
+        raise InputError(f"{where}: scheme is {scheme!r}, expected one of {', '.join(KINDS)}")
+    size = None if group is None else _group_size(group)
+    if group is not None and size is None:
+        raise InputError(f'{where}: group is {group!r}, expected 32, 64, 128, 256 or "row"')
+    if group is not None and (scheme == "keep" or scheme in FLOAT_KINDS):
+        raise InputError(f"{where}: scheme {scheme} has no groups; leave out group")
+    if method is not None and not isinstance(method, str):
+        raise InputError(f"{where}: method is {method!r}, expected a word")
+    return Rule(scheme, size, method)
+
+
+def _group_size(word: object) -> int | None:
+    """0 for "row"; None for what is no group size."""
+    if isinstance(word, bool):
+        return None
+    text = "0" if word == "row" else str(word)
+    return int(text) if text in map(str, GROUP_SIZES) else None
