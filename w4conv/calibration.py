@@ -81,17 +81,21 @@ class Calibrator:
     """Rounds the layers of a source in order. `layout` says how each tensor is coded."""
 
     def __init__(
-        self, source: Source, spec: ModelSpec, layout: Layout, text: CalibrationText, method: str, *,
+        self, source: Source, spec: ModelSpec, layout: Layout, text: CalibrationText, methods: Mapping[str, str], *,
         threads: int | None, solved: Callable[[int, str], None],
     ) -> None:  # fmt: skip
-        """solved: told the bytes of each source matrix, and its name, once it is rounded."""
-        self._source, self._spec, self._layout, self._method = source, spec, layout, method
+        """methods: of each matrix that is to be solved; the others are coded without regard to their inputs.
+
+        solved: told the bytes of each source matrix, and its name, once it is rounded.
+        """
+        self._source, self._spec, self._layout, self._methods = source, spec, layout, methods
         self._threads, self._solved = threads, solved
         self._sequences = text.sequences
         self._hidden: F32Array | None = None  # (n, ctx, padded hidden_size)
         self._next_layer = 0
         self._done: dict[str, Solution] = {}
-        self.chosen = dict.fromkeys(METHODS[method], 0)  # matrices by the method that won
+        # matrices by the method that won
+        self.chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
 
     def take(self, name: str) -> Solution:
         """The rounding of a matrix; matrices of layers are asked for in order, each once. Raises InputError."""
@@ -117,10 +121,15 @@ class Calibrator:
         rounded: dict[str, Matrix] = {}
         for t in linears:
             scheme = self._layout.tensors[t.name].scheme
+            if t.name not in self._methods:
+                kept = self._source.tensors[t.name].coding == scheme  # then its values as they are
+                rounded[t.part] = self._original(t) if kept else self._coded(t, scheme)
+                continue
             values = self._source.read(t.name)
             try:
                 s = solve(
-                    _as_f32(values, self._source.tensors[t.name].dtype), inputs[READS[t.part]], scheme, self._method,
+                    _as_f32(values, self._source.tensors[t.name].dtype), inputs[READS[t.part]], scheme,
+                    self._methods[t.name],
                     threads=self._threads,
                 )  # fmt: skip
             except ScaleError as error:
@@ -150,13 +159,15 @@ class Calibrator:
         return {place: Inputs(fit.matrix(), held_out.matrix()) for place, (fit, held_out) in moments.items()}
 
     def _original(self, t: TensorSpec) -> Matrix:
+        return self._coded(t, KEPT[self._source.tensors[t.name].dtype])
+
+    def _coded(self, t: TensorSpec, scheme: QuantScheme) -> Matrix:
         dtype = self._source.tensors[t.name].dtype
-        scheme = KEPT[dtype]
         try:
-            lines = kernels.pack_float(self._source.read(t.name), dtype, scheme, threads=self._threads)
+            parts = _nearest(self._source.read(t.name), dtype, scheme, self._threads)
         except kernels.BadValueError as error:
             raise self._bad(t.name, error) from None
-        return scheme, (t.shape[0], t.shape[1]), {"values": kernels.as_bytes(lines)}
+        return scheme, (t.shape[0], t.shape[1]), parts
 
     def _embed(self) -> F32Array:
         """The hidden rows that the first layer reads, from the embedding as the container will hold it."""
@@ -165,11 +176,7 @@ class Calibrator:
         ids, places = np.unique(self._sequences, return_inverse=True)
         rows = self._rows(t.name, ids)
         try:
-            if scheme.is_float:
-                parts = {"values": kernels.as_bytes(kernels.pack_float(rows, dtype, scheme, threads=self._threads))}
-            else:
-                packed = kernels.quantize_rtn(rows, dtype, scheme, threads=self._threads)
-                parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
+            parts = _nearest(rows, dtype, scheme, self._threads)
         except kernels.BadValueError as error:
             raise self._bad(t.name, error, int(ids[error.row])) from None
         out = np.zeros((*self._sequences.shape, padded_width(t.shape[1])), np.float32)
@@ -188,6 +195,15 @@ class Calibrator:
     def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row
         return InputError(f"{self._source.path}: {name}: {error.reason} at row {at}, column {error.column}")
+
+
+def _nearest(
+    values: npt.NDArray[Any], dtype: str, scheme: QuantScheme, threads: int | None
+) -> dict[str, npt.NDArray[np.uint8]]:
+    if scheme.is_float:
+        return {"values": kernels.as_bytes(kernels.pack_float(values, dtype, scheme, threads=threads))}
+    packed = kernels.quantize_rtn(values, dtype, scheme, threads=threads)
+    return {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
 
 
 def _floats(source: Source, name: str) -> F32Array:

@@ -22,13 +22,12 @@ from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
-from w4conv.quantization.recipe import Recipe, make_recipe, read_rules
+from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, make_recipe, read_rules
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 
 TOOL: Final = f"w4conv {__version__}"
-CALIBRATED: Final = ("int4", "int8")  # kinds of code for which methods use activations
 BLOCK_NBYTES: Final = 1 << 25  # of source values held at a time
 HEAD: Final = "lm_head.weight"
 # Buffers that old checkpoints carry and that follow from the config.
@@ -52,7 +51,8 @@ class ConversionReport:
     """What a conversion did, or with dry_run would do.
 
     input_nbytes: all source files. output_nbytes: the container, exact. bits_per_weight: tensors with scales and row
-    padding, over all parameters. seconds, mb_per_second (1e6 bytes of input) and digest are None after a dry run.
+    padding, over all parameters. recipe: patterns and what they say, in order. seconds, mb_per_second (1e6 bytes of
+    input) and digest are None after a dry run.
     """
 
     source: str
@@ -71,6 +71,7 @@ class ConversionReport:
     schemes: tuple[SchemeTotal, ...]
     notes: tuple[str, ...]
     method: str = "rtn"
+    recipe: tuple[tuple[str, Rule], ...] = ()
     seconds: float | None = None
     mb_per_second: float | None = None
     digest: str | None = None
@@ -169,14 +170,19 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
 
 
 def _method(method: str | None, calibration: object) -> str:
-    if method is not None and method not in METHODS:
-        raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     chosen = method or ("rtn" if calibration is None else "best")
+    _known_method(chosen)
     if chosen == "rtn" and calibration is not None:
         raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
     if chosen != "rtn" and calibration is None:
         raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
     return chosen
+
+
+def _known_method(method: str) -> str:
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+    return method
 
 
 def _refuse_out_in_source(src: Path, out: Path) -> None:
@@ -209,7 +215,7 @@ class _Conversion:
         self._coded: set[str] = set()  # names of tensors whose codes and scales are taken as they are
         self._spec = self._parse_spec()
         self._choices = recipe.choices(self._spec)
-        self._methods = self._calibrated(method) if calibration is not None else {}
+        self._methods = self._calibrated(method, with_text=calibration is not None)
         self._text: CalibrationText | None = None
         if calibration is not None:
             path, tokens, ctx = calibration
@@ -220,20 +226,22 @@ class _Conversion:
         blobs = {name: source.blobs[name] for name in sorted(source.blobs)}
         self.layout: Layout = plan(tensors, blobs, self._provenance(tensors))
 
-    def _calibrated(self, method: str) -> dict[str, str]:
-        """Matrix -> its method, of those that are calibrated: linear weights rounded to integers."""
+    def _calibrated(self, default: str, *, with_text: bool) -> dict[str, str]:
+        """Matrix -> its method, of those that are calibrated."""
         methods = {}
         for t in self._spec.tensors():
             choice = self._choices[t.name]
-            if t.role == "linear" and choice.kind in CALIBRATED:
-                methods[t.name] = _known_method(choice.method or method)
-            elif choice.method not in (None, "rtn"):
-                what = f"a tensor for {t.role}" if t.role != "linear" else f"coded as {choice.kind}"
+            method = _known_method(choice.method or default)
+            if with_text and t.role == "linear" and choice.kind in CALIBRATED:
+                methods[t.name] = method
+            elif choice.method is not None and method != "rtn":
+                if not with_text:
+                    raise UsageError(f"recipe: method {method} for {t.name} needs a text: name it with --calibration")
                 raise UsageError(
-                    f"recipe: method {choice.method} for {t.name}, which is {what}; calibrated are linear weights "
-                    f"coded as {' or '.join(CALIBRATED)}"
+                    f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
+                    f"as {' or '.join(CALIBRATED)}"
                 )
-        if not methods:
+        if with_text and not methods:
             raise UsageError(
                 f"scheme {self._recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
             )
@@ -486,6 +494,7 @@ class _Conversion:
             schemes=tuple(totals.values()),
             notes=(*self._notes, *notes),
             method=self._method,
+            recipe=self._recipe.rules,
             seconds=seconds,
             mb_per_second=input_nbytes / seconds / 1e6 if seconds else None,
             digest=digest,

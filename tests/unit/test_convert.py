@@ -22,7 +22,7 @@ from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, OutputError, UsageError
 from w4conv.quantization.recipe import make_recipe
-from w4conv.quantization.reference import quantize_rtn
+from w4conv.quantization.reference import quantize_codes, quantize_rtn
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources import open_source
 
@@ -112,6 +112,24 @@ def test_float_schemes(tmp_path: Path, scheme: str, dtype: str) -> None:
     assert {t.scheme for t in report.schemes} == {scheme if scheme != "keep" else dtype.lower(), dtype.lower()}
 
 
+@pytest.mark.parametrize("kind", ["int4z", "nf4", "fp4"])
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_four_bits_with_levels_or_zero_points(tmp_path: Path, kind: str, dtype: str) -> None:
+    model = make_llama_dir(tmp_path / "model", dtype=dtype, layers=1)
+    report = quantize(model, tmp_path / "out.w4", scheme=kind, embeddings=kind, group_size=32)
+    coding = QuantScheme(kind, 32, "f16")
+    assert next((t.scheme, t.n_tensors) for t in report.schemes) == (str(coding), 9)
+    with open_container(tmp_path / "out.w4") as container:
+        container.check()
+        assert container.provenance["scheme"] == kind
+        for name, (stored, values) in source_values(model).items():
+            if values.ndim == 2:
+                parts = codes.pack_matrix(coding, *quantize_codes(as_float(stored, values), coding))
+                assert {p: container.part(name, p).tobytes() for p in parts} == {
+                    part: array.tobytes() for part, array in parts.items()
+                }
+
+
 def test_order_of_tensors_is_that_of_the_forward_pass(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "out.w4")
     names = list(tensors_of(tmp_path / "out.w4"))
@@ -125,7 +143,7 @@ def test_order_of_tensors_is_that_of_the_forward_pass(model: Path, tmp_path: Pat
     [
         ("w4a16", None, "int8/g64"), ("w8a16", None, "int8/g64"), ("f16", None, "f16"), ("f32", None, "f32"),
         ("keep", None, "bf16"), ("w4a16", "int4", "int4/g64"), ("w4a16", "f16", "f16"), ("w4a16", "keep", "bf16"),
-        ("f32", "int8", "int8/g64"),
+        ("f32", "int8", "int8/g64"), ("int4z", None, "int8/g64"), ("nf4", "fp4", "fp4/g64"), ("fp4", "f32", "f32"),
     ],
 )  # fmt: skip
 def test_embeddings(tmp_path: Path, scheme: str, embeddings: str | None, expected: str) -> None:
@@ -364,7 +382,7 @@ def test_scales_that_underflow_are_told(model: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"scheme": "q4"}, "unknown scheme 'q4'; choose one of w4a16"),
-        ({"embeddings": "int2"}, "unknown embeddings 'int2'; choose one of int8"),
+        ({"embeddings": "int2"}, "unknown embeddings 'int2'; choose one of int4"),
         ({"group_size": 48}, "group size 48 is not one of 32, 64, 128, 256, row"),
         ({"group_size": "all"}, "group size all"),
         ({"threads": 0}, "threads is 0"),

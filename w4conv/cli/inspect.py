@@ -99,6 +99,9 @@ def provenance_facts(provenance: Mapping[str, Any]) -> Iterable[tuple[str, str]]
         words.append(f"group {provenance['group_size'] or 'row'}")
     if "embeddings" in provenance:
         words.append(f"embeddings {provenance['embeddings']}")
+    recipe = provenance.get("recipe")
+    if isinstance(recipe, list):
+        words.append(f"a recipe of {len(recipe)} patterns")
     yield "made by", ", ".join(words) or "unknown"
     source = provenance.get("source")
     if isinstance(source, Mapping):

@@ -14,18 +14,36 @@ from w4conv.cli._progress import progress_bar
 if TYPE_CHECKING:
     from w4conv.convert import ConversionReport
 
-SCHEMES = ("w4a16", "w8a16", "f16", "bf16", "f32", "keep")
+SCHEMES = ("w4a16", "int4z", "nf4", "fp4", "w8a16", "f16", "bf16", "f32", "keep")
 GROUP_SIZES = ("32", "64", "128", "256", "row")
+RECIPES = ("small", "mixed")
 METHODS = ("rtn", "search", "gptq", "best")
-EMBEDDINGS = ("int8", "int4", "f16", "keep")
+EMBEDDINGS = ("int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32", "keep")
 EPILOG = """\
 \b
 Examples:
   w4conv quantize SmolLM2-135M/ smol.w4
   w4conv quantize model.gguf model.w4 --group-size 64
+  w4conv quantize in/ out.w4 --scheme nf4 --group-size 64
   w4conv quantize in/ out.w4 --calibration book.txt
+  w4conv quantize in/ out.w4 --recipe mine.toml
   w4conv quantize in/ out.w4 --dry-run
   w4conv quantize in/ - | ssh host 'cat > out.w4'
+
+\b
+Recipes: a name below, or a TOML file that ends in .toml
+  small  embedding and head in int4, group 32: the
+         smallest file
+  mixed  8 bits for the matrices of a layer that suffer
+         most: v_proj and down_proj
+
+\b
+In a file, patterns of names, or the roles embedding, head
+and linear, say what differs from the options; the last
+pattern that matches counts, for each key by itself:
+  [tensors]
+  embedding = {scheme = "int4", group = 32}
+  "*.layers.0.*" = {scheme = "int8", method = "rtn"}
 """
 
 
@@ -52,8 +70,16 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(EMBEDDINGS),
-            help="Coding of embedding and head [default: int8 for w4a16 and w8a16, else as the scheme]",
+            help="Coding of embedding and head [default: int8, or as the scheme where that is a float type or keep]",
             autocompletion=one_of(EMBEDDINGS),
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.toml|NAME",
+            help="Other schemes, groups or methods for some tensors (see below)",
+            autocompletion=one_of(RECIPES),
         ),
     ] = None,
     method: Annotated[
@@ -88,9 +114,10 @@ def quantize(
 ) -> None:
     """Convert a checkpoint to a .w4 container.
 
-    Weights are rounded to nearest: symmetric int4 (or int8) with one FP16 scale a group. Biases, norms and other
-    vectors keep their type. The same input and options give the same bytes. OUT appears whole or not at all: it grows
-    as OUT.partial. What a killed conversion left of that is removed by the next one, or continued with --resume.
+    Weights are rounded to nearest: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nf4 or fp4,
+    or int8 (w8a16), with one FP16 scale a group. Biases, norms and other vectors keep their type. The same input and
+    options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed conversion left
+    of that is removed by the next one, or continued with --resume.
 
     The report goes to standard output, or to standard error when OUT is -.
     """
@@ -104,6 +131,7 @@ def quantize(
                 scheme=scheme,
                 group_size=group_size,
                 embeddings=embeddings,
+                recipe=recipe,
                 method=method,
                 calibration=calibration,
                 calibration_tokens=calibration_tokens,

@@ -18,6 +18,7 @@ from w4conv.measure.distortion import Distortion, DistortionMeter
 from w4conv.models import parse_config
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
+from w4conv.quantization.recipe import CALIBRATED
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import CodedRows, Source
 
@@ -96,14 +97,16 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
                 values, restored = block.values_f32(), block.restored()
                 meter.add(values, restored)
                 equal = equal and np.array_equal(values, restored)
-                same = same and repeatable and block.made_again(threads)
+                same = same and block.made_again(threads)
             overall.merge(meter)
             if not info.scheme.is_float:
                 quantized.merge(meter)
             if equal and repeatable and not same:
                 recoded.setdefault((source.tensors[name].stored_as, str(info.scheme)), []).append(name)
             tensors.append(
-                TensorRoundTrip(name, str(info.scheme), same or equal if repeatable or equal else None, meter.result())
+                TensorRoundTrip(
+                    name, str(info.scheme), same or equal or (False if repeatable else None), meter.result()
+                )
             )
             progress.advance(info.nbytes, name)
         found = {file.name: digest.hex() for file, digest in zip(source.files, digests.result(), strict=True)}
@@ -125,13 +128,14 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
 
 
 def _calibrated(container: Container, method: str) -> set[str]:
-    """Names of the tensors that cannot be made again here: linear weights, or all where the method is not known."""
+    """Names of the tensors that may not be made again here: linear weights, or all where the method is not known."""
     if method in (REPEATABLE_METHOD, KEPT_METHOD):
         return set()
     if method not in METHODS:
         return set(container.tensors)
     spec = parse_config(json.loads(container.blobs["config.json"]))
-    return {t.name for t in spec.tensors() if t.role == "linear"}
+    kinds = {name: info.scheme.kind for name, info in container.tensors.items()}
+    return {t.name for t in spec.tensors() if t.role == "linear" and kinds[t.name] in CALIBRATED}
 
 
 def _all_same(found: list[bool | None]) -> bool | None:

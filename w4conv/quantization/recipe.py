@@ -8,8 +8,8 @@ A recipe file is TOML. Under [tensors] it maps patterns to what is to differ fro
     "*.v_proj.weight" = {scheme = "int8", group = 64, method = "rtn"}
     "model.layers.0.*" = {group = "row"}
 
-A pattern is a role ("embedding", "head", "linear", ...) or matches whole tensor names, `*`, `?` and `[...]` as in a shell.
-Each key counts as the last pattern that matches and has it says, and as the options say where none does.
+A pattern is a role ("embedding", "head", "linear"), or matches whole tensor names with `*`, `?` and `[...]` as a shell
+does. Each key counts as the last pattern that matches and has it says, and as the options say where none does.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SCHEMES: Final = {
     "keep": ("keep", "keep"),
 }
 KINDS: Final = (*BITS, "keep")  # what one tensor can be told to be
+CALIBRATED: Final = ("int4", "int8")  # kinds of linear weights that methods other than rtn know
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
 BUILT_IN: Final = Path(__file__).parent / "recipes"
 
@@ -101,7 +102,8 @@ class Recipe:
                 if pattern in roles or fnmatch.fnmatchcase(t.name, pattern):
                     found = replace(found, **rule.record())
                     unused.discard(pattern)
-            assert found.scheme is not None and found.group is not None
+            assert found.scheme is not None
+            assert found.group is not None
             out[t.name] = Choice(found.scheme, found.group, found.method)
         if unused:
             example = next(t.name for t in spec.tensors() if t.role == "linear")
