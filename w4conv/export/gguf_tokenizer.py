@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
 from w4conv.sources.gguf_cuts import CUTS, flat, name_of
-from w4conv.sources.gguf_tokenizer import (
-    BYTE,
-    CONTROL,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-)
+from w4conv.sources.vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
-NORMAL: Final = 1
 Json = Mapping[str, Any]
 
 

@@ -21,6 +21,7 @@ from w4conv.sources._files import (
 )
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 from w4conv.sources.safetensors import Entry, read_header
+from w4conv.sources.vocabulary import UnknownTokenizerError
 
 if TYPE_CHECKING:
     from w4conv.sources.packed import PackedTensor
@@ -113,7 +114,9 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
             files.append(directory / name)
     notes = []
     if "tokenizer.json" not in blobs:
-        notes.append("There is no tokenizer.json: the result cannot turn text into tokens.")
+        used, note = _rebuild_tokenizer(directory, blobs)
+        files += used
+        notes.append(note)
 
     index, weight_map = _find_index(directory)
     weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
@@ -143,6 +146,22 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
     return HuggingFaceSource(
         directory, files=files, mapped=mapped, entries=entries, blobs=blobs, notes=notes, packed=packed, kind=kind
     )
+
+
+def _rebuild_tokenizer(directory: Path, blobs: dict[str, bytes]) -> tuple[list[Path], str]:
+    """(files used, note): tokenizer.json made from tokenizer.model, if there is one, and added to `blobs`."""
+    missing = "There is no tokenizer.json{}: the result cannot turn text into tokens."
+    if not (directory / "tokenizer.model").exists():
+        return [], missing.format("")
+    from w4conv.sources import sentencepiece  # loaded only where it is needed
+
+    files = [directory / name for name in (sentencepiece.FILE, sentencepiece.ADDED) if (directory / name).exists()]
+    read = blobs | {file.name: read_small(file, cap=MAX_TOKENIZER_BYTES) for file in files}
+    try:
+        blobs |= sentencepiece.rebuild_from_pieces(read, where=str(directory))
+    except UnknownTokenizerError as error:
+        return [], missing.format(f", and {error}")
+    return files, "Rebuilt from tokenizer.model: tokenizer.json."
 
 
 def _check_is_model(directory: Path) -> None:
