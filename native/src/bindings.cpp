@@ -265,6 +265,18 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
   if (layer + 1 == c.n_layers) session.n_tokens += n;
 }
 
+void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
+  const ModelConfig& c = m.model.config();
+  const auto n = static_cast<int64_t>(x.shape(0));
+  require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
+  require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
+  require(static_cast<int64_t>(logits.shape(0)) == n && static_cast<int64_t>(logits.shape(1)) == c.vocab_size,
+          "logits: wrong shape");
+  const nb::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(m.turn);
+  m.model.finish(x.data(), n, logits.data());
+}
+
 int64_t bound_cholesky(Pool& pool, const MutableDoubleRows& a) {
   require(a.shape(0) == a.shape(1), "not a square matrix");
   const nb::gil_scoped_release release;
@@ -351,6 +363,7 @@ NB_MODULE(_native, m) {
           "session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
           "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
+      .def("finish", &finish, "x"_a, "logits"_a)
       .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a);
   m.def("new_model", &new_model, "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "n_layers"_a, "n_heads"_a,
         "n_kv_heads"_a, "head_dim"_a, "norm_eps"_a, "inverse_frequencies"_a, "windows"_a, "threads"_a,

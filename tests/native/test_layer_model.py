@@ -10,7 +10,7 @@ from helpers import make_llama_dir
 
 from w4conv import kernels
 from w4conv.convert import quantize
-from w4conv.runtime.engine import Captured, LayerModel, Model, padded_width
+from w4conv.runtime.engine import Captured, HeadModel, LayerModel, Model, padded_width
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "f32"])
@@ -43,8 +43,12 @@ def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
         x = hidden[:, : spec.hidden_size].astype(np.float64)
         norm = container.dequantize("model.norm.weight")
         final = (x / np.sqrt((x * x).mean(1, keepdims=True) + spec.norm_eps) * norm).astype(np.float32)
-        head = container.dequantize("model.embed_tokens.weight" if spec.tied_head else "lm_head.weight")
-        np.testing.assert_allclose(final @ head.T, model.logits(ids), rtol=2e-3, atol=2e-3)
+        name = "model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"
+        np.testing.assert_allclose(final @ container.dequantize(name).T, model.logits(ids), rtol=2e-3, atol=2e-3)
+        info = container.tensors[name]
+        parts = {part.kind: container.bytes_of(part) for part in info.parts}
+        head = HeadModel(spec, (info.scheme, (info.shape[0], info.shape[1]), parts), norm, threads=1)
+        np.testing.assert_array_equal(head.logits(hidden), model.logits(ids))
         # The rows captured are what the products read: with the weights they give the next rows captured.
         first = inputs[0]
         prefix = "model.layers.0.mlp."

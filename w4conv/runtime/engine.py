@@ -251,6 +251,37 @@ class LayerModel:
         return Captured(*(c[:, :w] for c, w in zip(captured, widths, strict=True))) if capture else None
 
 
+class HeadModel:
+    """The final norm and the head by themselves: from the hidden rows that the last layer gives to logits.
+
+    head: raw parts (uint8 arrays) of the matrix, with its scheme; they are kept alive here. norm: float32.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        head: tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]],
+        norm: F32Array,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        self._spec, self._kept = spec, head
+        scheme, (n_rows, n_columns), raw = head
+        self._native = _new_native(spec, n_layers=1, windows=(), threads=threads or kernels.default_threads())
+        self._native.set_vector(-1, "norm", norm)
+        codes = raw["values" if scheme.is_float else "codes"]
+        scales = np.empty(0, np.uint8) if scheme.is_float else raw["scales"]
+        self._native.set_linear(-1, "lm_head", scheme.kind, n_rows, n_columns, scheme.group_size, codes, scales)
+
+    def logits(self, hidden: F32Array) -> F32Array:
+        """(n_tokens, padded hidden_size) -> (n_tokens, vocab_size) float32, the very bits of a `Model`."""
+        out = np.empty((len(hidden), self._spec.vocab_size), np.float32)
+        for start in range(0, len(hidden), _native.MAX_TOKENS):
+            piece = slice(start, start + _native.MAX_TOKENS)
+            self._native.finish(np.ascontiguousarray(hidden[piece]), out[piece])
+        return out
+
+
 def padded_width(n: int) -> int:
     """Floats of a row of n as the native code wants it."""
     return -(-n // TILE_ROWS) * TILE_ROWS

@@ -182,23 +182,26 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
   const ModelConfig& c = config_;
   const int64_t hidden = padded(c.hidden_size);
   float* const x = hidden_.reserve_for<float>(n * hidden);
-  float* const normed = normed_.reserve_for<float>(n * hidden);
   pool_.run(n, [&](int64_t m, int) { embed(tokens[m], x + m * hidden); });
   for (int64_t i = 0; i < c.n_layers; i++) run_layer(i, session, n, x);
   session.n_tokens += n;
+  const int64_t n_out = all_logits ? n : 1;
+  finish(x + (n - n_out) * hidden, n_out, logits);
+}
 
-  // logits
-  const int64_t n_out = all_logits ? n : 1, skipped = n - n_out;
+void Model::finish(const float* x, int64_t n, float* logits) {
+  const ModelConfig& c = config_;
+  const int64_t hidden = padded(c.hidden_size), width = padded(c.vocab_size);
   const Linear& output = head.weight.lines != nullptr ? head : embedding;
-  const int64_t width = padded(c.vocab_size);
-  float* const scores = logits_.reserve_for<float>(n_out * width);
-  inputs_.plan(n_out, c.hidden_size, {&output.weight});
-  pool_.run(n_out, [&](int64_t m, int) {
-    kernels_.rmsnorm(x + (skipped + m) * hidden, final_norm.data(), c.norm_eps, c.hidden_size, normed + m * hidden);
+  float* const normed = normed_.reserve_for<float>(n * hidden);
+  float* const scores = logits_.reserve_for<float>(n * width);
+  inputs_.plan(n, c.hidden_size, {&output.weight});
+  pool_.run(n, [&](int64_t m, int) {
+    kernels_.rmsnorm(x + m * hidden, final_norm.data(), c.norm_eps, c.hidden_size, normed + m * hidden);
     inputs_.put(kernels_, normed + m * hidden, m);
   });
   multiply({{&output, scores, width}});
-  for (int64_t m = 0; m < n_out; m++) std::copy_n(scores + m * width, c.vocab_size, logits + m * c.vocab_size);
+  for (int64_t m = 0; m < n; m++) std::copy_n(scores + m * width, c.vocab_size, logits + m * c.vocab_size);
 }
 
 }  // namespace w4conv

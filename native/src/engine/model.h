@@ -76,6 +76,9 @@ class Model {
   // session does not move on: its caller adds n to n_tokens after the last layer.
   void run_layer(int64_t i, Session& session, int64_t n, float* x, const Capture& capture = {});
 
+  // Logits [n][vocab_size] of the hidden rows x [n][padded hidden_size] that the last layer gives, n <= kMaxTokens.
+  void finish(const float* x, int64_t n, float* logits);
+
  private:
   struct Product {
     const Linear* linear;
