@@ -20,13 +20,12 @@ from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, ScaleError, Solution, solve
 from w4conv.quantization.moments import Moments
 from w4conv.quantization.recipe import KEPT
-from w4conv.runtime.engine import LayerModel, padded_width
+from w4conv.runtime.engine import LayerModel, Matrix, padded_width
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import Source
 
 F32Array = npt.NDArray[np.float32]
-Matrix = tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]
 
 HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
 _READ_ROWS: Final = 1 << 13

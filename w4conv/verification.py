@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from w4conv.container import STDOUT, Container, open_container, open_stream
-from w4conv.convert import quantize
 from w4conv.errors import FormatError, UsageError
-from w4conv.measure.divergence import Comparison, Divergence, compare_models
+from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
+from w4conv.measure.layerwise import ScoredBlock, layered_nlls, scored_logits
 from w4conv.measure.perplexity import (
     DEFAULT_CTX,
     Estimate,
@@ -31,6 +29,7 @@ from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.texts import Text, load_text
 from w4conv.progress import Progress, Silent
 from w4conv.runtime.engine import Model
+from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources import open_source
 
@@ -97,8 +96,8 @@ def verify(
     must be the container's, or that value rounded to the F16 or BF16 in which it is stored; settings and tokenizer too.
 
     path: "-" is standard input; it, pipes and devices are copied into the temporary directory for that time.
-    ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, which for that time is
-    converted without loss into the temporary directory (TMPDIR). convention: "llama.cpp" (default) or "gptq"; ctx:
+    ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, of which one layer is in
+    memory at a time. convention: "llama.cpp" (default) or "gptq"; ctx:
     default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
     kld: the divergence from the source too, both models side by side (measure/divergence.py); implies ppl.
     max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
@@ -214,15 +213,18 @@ class _Measurement:
     def run(self, against: str | os.PathLike[str] | None, progress: Progress, *, kld: bool = False) -> PerplexityReport:
         theirs = divergence = None
         if against is None:
-            ours = self._nlls(self._container, "perplexity", progress)
-        elif kld:
-            with _kept(against, self._threads, progress) as source:
-                compared = self._compare(source, progress)
-            ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
+            ours = self._nlls(progress)
         else:
-            ours = self._nlls(self._container, "perplexity", progress)
-            with _kept(against, self._threads, progress) as source:
-                theirs = self._nlls(source, "perplexity of the source", progress)
+            with open_source(Path(against)) as source:
+                base = LayeredSource(source, threads=self._threads)
+                if kld:
+                    compared = compare_models(
+                        self._scored([LayeredContainer(self._container), base], progress), self._windows
+                    )
+                    ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
+                else:
+                    ours = self._nlls(progress)
+                    theirs = layered_nlls(self._scored([base], progress), self._windows)
         return PerplexityReport(
             text=self._text.name,
             text_sha256=self._text.sha256,
@@ -238,31 +240,14 @@ class _Measurement:
             divergence=divergence,
         )
 
-    def _compare(self, source: Container, progress: Progress) -> Comparison:
+    def _scored(self, models: list[LayeredModel], progress: Progress) -> Iterator[ScoredBlock]:
+        progress.start(self._windows.tokens.size * models[0].spec.n_layers)
+        return scored_logits(models, self._windows, threads=self._threads, advance=progress.advance)
+
+    def _nlls(self, progress: Progress) -> F64Array:
         progress.start(self._windows.tokens.size)
-        with (
-            Model(self._container, threads=self._threads, ctx=self._ctx) as model,
-            Model(source, threads=self._threads, ctx=self._ctx) as base,
-        ):
-            return compare_models(model, base, self._windows, advance=lambda n: progress.advance(n, "divergence"))
-
-    def _nlls(self, container: Container, what: str, progress: Progress) -> F64Array:
-        progress.start(self._windows.tokens.size)
-        with Model(container, threads=self._threads, ctx=self._ctx) as model:
-            return token_nlls(model, self._windows, advance=lambda n: progress.advance(n, what))
-
-
-@contextmanager
-def _kept(source: str | os.PathLike[str], threads: int | None, progress: Progress) -> Iterator[Container]:
-    """The source as a container that loses nothing, so that the same engine runs it; gone when the block ends."""
-    with tempfile.TemporaryDirectory(prefix="w4conv-") as folder:
-        path = Path(folder) / "source.w4"
-        with open_source(Path(source)) as opened:
-            # Kept codes would run through integer kernels, or through none.
-            coded = any(tensor.coding is not None for tensor in opened.tensors.values())
-        quantize(source, path, scheme="f32" if coded else "keep", threads=threads, progress=progress)
-        with open_container(path) as container:
-            yield container
+        with Model(self._container, threads=self._threads, ctx=self._ctx) as model:
+            return token_nlls(model, self._windows, advance=lambda n: progress.advance(n, "perplexity"))
 
 
 def _round_trip_failures(round_trip: RoundTrip, min_sqnr: float | None) -> list[str]:

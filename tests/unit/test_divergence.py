@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers import make_llama_dir
 from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.measure.divergence import compare_models
+from w4conv.measure.layerwise import ScoredBlock, layered_nlls
 from w4conv.measure.perplexity import Windows, token_nlls
 from w4conv.verification import verify
 
@@ -31,6 +33,14 @@ class Table:
         return self.table[token_ids if all_logits else token_ids[-1:]]
 
 
+def blocks(windows: Windows, *models: Table) -> Iterator[ScoredBlock]:
+    """As the engine gives them, in blocks of 7 tokens."""
+    for i, window in enumerate(windows.tokens):
+        for start in range(windows.first_target - 1, len(window) - 1, 7):
+            tokens = window[start : min(start + 7, len(window) - 1)]
+            yield ScoredBlock(i, start, tuple(model.table[tokens] for model in models))
+
+
 @pytest.fixture
 def windows() -> Windows:
     return Windows(np.random.default_rng(0).integers(0, VOCAB, (3, 150)), 76, 450)
@@ -38,7 +48,7 @@ def windows() -> Windows:
 
 def test_against_a_direct_computation(windows: Windows) -> None:
     model, base = Table(1), Table(2)
-    found = compare_models(model, base, windows)
+    found = compare_models(blocks(windows, model, base), windows)
     contexts, targets = windows.tokens[:, 75:-1].ravel(), windows.tokens[:, 76:].ravel()
     q, p = (
         np.exp(t.astype(np.float64)) / np.exp(t.astype(np.float64)).sum(1, keepdims=True)
@@ -58,13 +68,13 @@ def test_against_a_direct_computation(windows: Windows) -> None:
     )  # fmt: skip
     same = (q.argmax(1) == p.argmax(1))[contexts]
     assert d.same_top == pytest.approx(same.mean())
-    assert np.array_equal(found.nlls, token_nlls(model, windows)) or np.allclose(
-        found.nlls, token_nlls(model, windows), rtol=1e-12
-    )
+    np.testing.assert_allclose(found.nlls, token_nlls(model, windows), rtol=1e-12)
+    np.testing.assert_allclose(found.base_nlls, token_nlls(base, windows), rtol=1e-12)
+    np.testing.assert_array_equal(layered_nlls(blocks(windows, base), windows), token_nlls(base, windows))
 
 
 def test_a_model_does_not_diverge_from_itself(windows: Windows) -> None:
-    d = compare_models(Table(1), Table(1), windows).divergence()
+    d = compare_models(blocks(windows, Table(1), Table(1)), windows).divergence()
     assert (d.mean, d.stderr, d.maximum, d.same_top, d.rms_delta_p) == (0, 0, 0, 1, 0)
 
 
@@ -72,7 +82,9 @@ def test_logits_that_are_not_finite(windows: Windows) -> None:
     broken = Table(1)
     broken.table[:] = np.nan
     with pytest.raises(InputError, match="not finite"):
-        compare_models(Table(1), broken, windows)
+        compare_models(blocks(windows, Table(1), broken), windows)
+    with pytest.raises(InputError, match="not finite"):
+        layered_nlls(blocks(windows, broken), windows)
 
 
 def test_verify_measures_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -187,31 +186,6 @@ def test_default_ctx_follows_the_convention(tmp_path: Path) -> None:
     for convention, ctx in (("gptq", 2048), ("llama.cpp", 512), (None, 512)):
         with pytest.raises(UsageError, match=f"ctx {ctx} is not between 1 and 256"):
             verify(out, ppl=True, text=tmp_path / "any", convention=convention)
-
-
-def test_the_temporary_copy_goes_whatever_happens(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = convert(tmp_path)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    seen: list[str] = []
-
-    class Stop:
-        """A Progress that interrupts while the source is measured."""
-
-        def start(self, total_nbytes: int, /) -> None:
-            pass
-
-        def advance(self, nbytes: int, name: str, /) -> None:
-            seen.append(name)
-            if name == "perplexity of the source":
-                assert [p.name for p in scratch.glob("*/*")] == ["source.w4"]
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        verify(out, against=source, ppl=True, text=text, ctx=16, progress=Stop())
-    assert list(scratch.iterdir()) == []
-    assert "perplexity" in seen
 
 
 def test_another_architecture_or_shape_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence of a model from another on the same tokens, position by position, with no file between.
+"""Kullback-Leibler divergence of a model from another on the same tokens, with no file between.
 
 At each scored position: KLD = sum over the vocabulary of p (ln p - ln q), p the base's probabilities and q the model's,
 both by a float64 log-sum-exp of float32 logits; nothing is clipped or rounded, so that a model diverges from itself by
@@ -8,7 +8,7 @@ exactly 0. (llama-perplexity keeps the base's log-probabilities in 16 bits and l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
-from w4conv.measure.perplexity import F32Array, F64Array, IntArray, Scorer, Windows
+from w4conv.measure.layerwise import ScoredBlock
+from w4conv.measure.perplexity import F64Array, Windows
 
 PERCENTILES: Final = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
-_BLOCK_TOKENS: Final = 64  # logits of both models held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,8 @@ class Comparison:
         )
 
 
-def compare_models(
-    model: Scorer, base: Scorer, windows: Windows, *, advance: Callable[[int], None] | None = None
-) -> Comparison:
-    """Both models side by side over the windows; advance: told the tokens done as they are.
+def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Comparison:
+    """From the logits of a model and of its base over the windows (measure/layerwise.py).
 
     Raises InputError when a model yields logits that are not finite.
     """
@@ -86,29 +84,16 @@ def compare_models(
     first = windows.first_target - 1  # position whose logits predict the first target
     shape = (n_windows, ctx - 1 - first)
     out = Comparison(np.empty(shape), np.empty(shape), np.empty(shape), np.empty(shape, np.bool_))
-    for i, window in enumerate(windows.tokens):
-        sessions = model.session(), base.session()
-        if first:
-            for session in sessions:
-                session.append(window[:first])
-        for start in range(first, ctx - 1, _BLOCK_TOKENS):
-            end = min(start + _BLOCK_TOKENS, ctx - 1)
-            ours, theirs = (session.append(window[start:end], all_logits=True) for session in sessions)
-            _compare(ours, theirs, window[start + 1 : end + 1], out, i, start - first)
-        if advance is not None:
-            advance(ctx)
+    for block in blocks:
+        for i, (row, base_row) in enumerate(zip(*block.logits, strict=True), block.start):
+            place, target = (block.window, i - first), windows.tokens[block.window, i + 1]
+            log_q, log_p = _log_softmax(row), _log_softmax(base_row)
+            out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
+            out.klds[place] = np.dot(np.exp(log_p), log_p - log_q)
+            out.same_top[place] = np.argmax(row) == np.argmax(base_row)
     if not (np.isfinite(out.klds).all() and np.isfinite(out.nlls).all() and np.isfinite(out.base_nlls).all()):
         raise InputError("a model yields logits that are not finite, so there is no divergence; its weights are broken")
     return out
-
-
-def _compare(logits: F32Array, base: F32Array, targets: IntArray, out: Comparison, window: int, at: int) -> None:
-    for i, (row, base_row, target) in enumerate(zip(logits, base, targets, strict=True)):
-        place = (window, at + i)
-        log_q, log_p = _log_softmax(row), _log_softmax(base_row)
-        out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
-        out.klds[place] = np.dot(np.exp(log_p), log_p - log_q)
-        out.same_top[place] = np.argmax(row) == np.argmax(base_row)
 
 
 def _log_softmax(logits: npt.NDArray[np.float32]) -> F64Array:

@@ -106,9 +106,14 @@ def token_nlls(model: Scorer, windows: Windows, *, advance: Callable[[int], None
             nll[start - first : end - first] = negative_log_likelihoods(logits, window[start + 1 : end + 1])
         if advance is not None:
             advance(ctx)
-    if not np.isfinite(out).all():
-        raise InputError("the model yields logits that are not finite, so it has no perplexity; its weights are broken")
+    check_finite(out)
     return out
+
+
+def check_finite(nlls: F64Array) -> None:
+    """Raise InputError for a model whose logits are not finite."""
+    if not np.isfinite(nlls).all():
+        raise InputError("the model yields logits that are not finite, so it has no perplexity; its weights are broken")
 
 
 def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:

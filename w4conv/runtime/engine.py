@@ -18,6 +18,8 @@ from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
+# Scheme, (n_rows, n_columns), and raw parts as in the container.
+Matrix = tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]
 
 
 class TokenSampler(Protocol):
@@ -254,13 +256,13 @@ class LayerModel:
 class HeadModel:
     """The final norm and the head by themselves: from the hidden rows that the last layer gives to logits.
 
-    head: raw parts (uint8 arrays) of the matrix, with its scheme; they are kept alive here. norm: float32.
+    head: kept alive here. norm: float32.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        head: tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]],
+        head: Matrix,
         norm: F32Array,
         *,
         threads: int | None = None,

@@ -1,0 +1,133 @@
+"""A model a layer at a time, its weights from a container or a checkpoint: what is not at work is not in memory."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes, kernels
+from w4conv.container import Container
+from w4conv.errors import InputError
+from w4conv.models import parse_config
+from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.quantization.recipe import KEPT
+from w4conv.runtime.engine import HeadModel, LayerModel, Matrix, padded_width
+from w4conv.scheme import TILE_ROWS
+from w4conv.sources.base import Source
+
+F32Array = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+_BLOCK_NBYTES: Final = 1 << 25  # of source values held beside the matrix that they become
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLayer:
+    """A layer ready to run, and the raw parts of its matrices by their place such as "q_proj"."""
+
+    model: LayerModel
+    matrices: dict[str, Matrix]
+
+
+class LayeredModel(ABC):
+    """spec: what is run. Nothing but the file mappings is held between calls."""
+
+    spec: ModelSpec
+
+    def embed(self, tokens: IntArray) -> F32Array:
+        """(..., n_tokens) ids -> the hidden rows that the first layer reads, (..., n_tokens, padded hidden_size)."""
+        t = self.spec.tensors()[0]
+        ids, places = np.unique(tokens, return_inverse=True)
+        out = np.zeros((*tokens.shape, padded_width(t.shape[1])), np.float32)
+        out[..., : t.shape[1]] = self._rows(t, ids)[places.reshape(tokens.shape)]
+        return out
+
+    def layer(self, i: int, *, threads: int | None = None) -> LoadedLayer:
+        tensors = [t for t in self.spec.tensors() if t.layer == i]
+        matrices = {t.part: self._matrix(t) for t in tensors if len(t.shape) >= 2}
+        vectors = {t.part: self._vector(t) for t in tensors if len(t.shape) < 2}
+        return LoadedLayer(LayerModel(self.spec, i, matrices, vectors, threads=threads), matrices)
+
+    def head(self, *, threads: int | None = None) -> HeadModel:
+        tensors = self.spec.tensors()
+        head = next(t for t in tensors if t.role == ("embedding" if self.spec.tied_head else "head"))
+        norm = next(t for t in tensors if t.part == "norm" and t.layer is None)
+        return HeadModel(self.spec, self._matrix(head), self._vector(norm), threads=threads)
+
+    @abstractmethod
+    def _matrix(self, t: TensorSpec) -> Matrix: ...
+
+    @abstractmethod
+    def _vector(self, t: TensorSpec) -> F32Array: ...
+
+    @abstractmethod
+    def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
+        """Some rows of a matrix; ids ascend."""
+
+
+class LayeredContainer(LayeredModel):
+    """The weights stay in the mapping."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self.spec = parse_config(json.loads(container.blobs["config.json"]))
+
+    def _matrix(self, t: TensorSpec) -> Matrix:
+        info = self._container.tensors[t.name]
+        parts = {part.kind: self._container.bytes_of(part) for part in info.parts}
+        return info.scheme, (info.shape[0], info.shape[1]), parts
+
+    def _vector(self, t: TensorSpec) -> F32Array:
+        return self._container.dequantize(t.name)
+
+    def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
+        return np.concatenate([self._container.dequantize(t.name, slice(i, i + 1)) for i in ids.tolist()])
+
+
+class LayeredSource(LayeredModel):
+    """The weights of a checkpoint in the type that it holds them in; what it has quantized, as the values it means."""
+
+    def __init__(self, source: Source, *, threads: int | None = None) -> None:
+        self._source, self._threads = source, threads
+        self.spec = parse_config(json.loads(source.blobs["config.json"]))
+
+    def _matrix(self, t: TensorSpec) -> Matrix:
+        found = self._source.tensors[t.name]
+        scheme = KEPT[found.dtype]
+        n_rows, n_columns = found.shape
+        n_lines = -(-n_columns // scheme.columns_per_dword)
+        lines = np.empty((codes.n_tiles(n_rows), n_lines, TILE_ROWS), np.uint32)
+        step = max(_BLOCK_NBYTES // (max(n_columns, 1) * 4) // TILE_ROWS, 1) * TILE_ROWS
+        for start in range(0, n_rows, step):
+            values = self._source.read(t.name, slice(start, min(start + step, n_rows)))
+            try:
+                packed = kernels.pack_float(values, found.dtype, scheme, threads=self._threads)
+            except kernels.BadValueError as error:
+                raise InputError(
+                    f"{self._source.path}: {t.name}: {error.reason} at row {start + error.row}, column {error.column}"
+                ) from None
+            lines[start // TILE_ROWS : start // TILE_ROWS + len(packed)] = packed
+        return scheme, (n_rows, n_columns), {"values": kernels.as_bytes(lines)}
+
+    def _vector(self, t: TensorSpec) -> F32Array:
+        return self._as_f32(t, self._source.read(t.name))
+
+    def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
+        n_rows, n_columns = self._source.tensors[t.name].shape
+        step = max(_BLOCK_NBYTES // (max(n_columns, 1) * 4), 1)
+        blocks = []
+        for start in range(0, n_rows, step):
+            wanted = ids[(ids >= start) & (ids < start + step)] - start
+            if len(wanted):
+                blocks.append(self._source.read(t.name, slice(start, start + int(wanted[-1]) + 1))[wanted])
+        return self._as_f32(t, np.concatenate(blocks))
+
+    def _as_f32(self, t: TensorSpec, values: npt.NDArray[np.generic]) -> F32Array:
+        if self._source.tensors[t.name].dtype == "BF16":
+            return codes.bf16_to_f32(values.view(np.uint16))
+        return values.astype(np.float32)
