@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
+from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, make_recipe, read_rules
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
@@ -93,6 +95,7 @@ def quantize(
     threads: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    architecture: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -115,6 +118,9 @@ def quantize(
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
 
+    architecture: "generic" converts the tensors of any model, known or not: matrices are linear weights unless their
+    names say embedding or head, all else is kept. The container says so, and cannot be run.
+
     threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
     tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
     be resumed; calibration starts again. dry_run: plan and check everything but the values, write
@@ -129,19 +135,26 @@ def quantize(
     rules = () if recipe is None else read_rules(recipe)
     if scheme is not None:  # a wrong word is told before anything is opened
         make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
+    if architecture not in (None, GENERIC):
+        raise UsageError(
+            f"architecture {architecture!r} is not {GENERIC}; leave it out, and config.json names the model"
+        )
+    if architecture == GENERIC and calibration is not None:
+        raise UsageError("calibration runs the model, and an architecture that is generic cannot be run: leave one out")
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, expected 1 or more")
     if resume and out == STDOUT:
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
-    with open_source(src) as source:
+    generic = architecture == GENERIC
+    with open_source(src, raw=generic) as source:
         _refuse_same_file(source, out)
         if scheme is None:
             asked = requantize or any(word is not None for word in (group_size, method, calibration, recipe))
             scheme = _default_scheme(source, requantize=asked)
         made = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings, rules=rules)
         text = None if calibration is None else (Path(calibration), calibration_tokens, calibration_ctx)
-        conversion = _Conversion(source, made, _method(method, calibration), text)
+        conversion = _Conversion(source, made, _method(method, calibration), text, generic=generic)
         check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return conversion.report(out)
@@ -207,19 +220,30 @@ def _refuse_same_file(source: Source, out: Path) -> None:
 class _Conversion:
     """One source planned by one recipe."""
 
-    def __init__(self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None) -> None:
+    def __init__(
+        self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None, *, generic: bool
+    ) -> None:
         """calibration: the text, and how many tokens of it in sequences of how many."""
         self._source = source
         self._recipe = recipe
         self._notes = list(source.notes)
         self._coded: set[str] = set()  # names of tensors whose codes and scales are taken as they are
-        self._spec = self._parse_spec()
-        self._choices = recipe.choices(self._spec)
+        config = self._config()
+        self._model: Inventory
+        if generic:
+            self._model = generic_model(config, ((name, t.shape) for name, t in source.tensors.items()))
+            self._notes.append(
+                "architecture generic: matrices are linear weights unless their names say embedding or head; "
+                "what is written cannot be run"
+            )
+        else:
+            self._model = parse_config(config)
+        self._choices = recipe.choices(self._model)
         self._methods = self._calibrated(method, with_text=calibration is not None)
         self._text: CalibrationText | None = None
         if calibration is not None:
             path, tokens, ctx = calibration
-            self._text = read_calibration(path, source.blobs, self._spec, tokens=tokens, ctx=ctx)
+            self._text = read_calibration(path, source.blobs, self._spec(), tokens=tokens, ctx=ctx)
         tensors = self._plan_tensors()
         self._method = "keep" if self._coded and method == "rtn" else method
         self._file_nbytes = [file.stat().st_size for file in source.files]
@@ -229,7 +253,7 @@ class _Conversion:
     def _calibrated(self, default: str, *, with_text: bool) -> dict[str, str]:
         """Matrix -> its method, of those that are calibrated."""
         methods = {}
-        for t in self._spec.tensors():
+        for t in self._model.tensors():
             choice = self._choices[t.name]
             method = _known_method(choice.method or default)
             if with_text and t.role == "linear" and choice.kind in CALIBRATED:
@@ -247,37 +271,42 @@ class _Conversion:
             )
         return methods
 
+    def _spec(self) -> ModelSpec:
+        """The model, where it is run."""
+        assert isinstance(self._model, ModelSpec)
+        return self._model
+
     def _fail(self, message: str) -> InputError:
         return InputError(f"{self._source.path}: {message}")
 
-    def _parse_spec(self) -> ModelSpec:
+    def _config(self) -> Mapping[str, object]:
         try:
             config = json.loads(self._source.blobs["config.json"])
         except (ValueError, RecursionError) as error:
             raise self._fail(f"config.json is not JSON: {error}") from error
         if not isinstance(config, Mapping):
             raise self._fail("config.json is not a JSON object")
-        return parse_config(config)
+        return config
 
     def _plan_tensors(self) -> list[TensorPlan]:
         """Every tensor that the model needs, checked against the source; notes what of the source is left out."""
-        needed = {t.name: t for t in self._spec.tensors()}
+        needed = {t.name: t for t in self._model.tensors()}
         stored = self._source.tensors
         missing = [name for name in needed if name not in stored]
         if missing:
             raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. Fetch the checkpoint again")
         extra = [name for name in stored if name not in needed]
-        if self._spec.tied_head and HEAD in extra:
+        if self._model.tied_head and HEAD in extra:
             extra.remove(HEAD)
             self._note_tied_head()
         if zeros := [name for name in extra if name.endswith(".bias") and not self._source.read(name).any()]:
             extra = [name for name in extra if name not in zeros]
             self._notes.append(
-                f"left out, as {self._spec.architecture} has no such biases and all are zero: {_some(zeros)}"
+                f"left out, as {self._model.architecture} has no such biases and all are zero: {_some(zeros)}"
             )
         if unknown := [name for name in extra if not name.endswith(HARMLESS)]:
             raise self._fail(
-                f"tensors that {self._spec.architecture} does not have: {_some(unknown)}. "
+                f"tensors that {self._model.architecture} does not have: {_some(unknown)}. "
                 "The config does not belong to these weights, or the model is of a kind not supported"
             )
         if extra:
@@ -303,7 +332,7 @@ class _Conversion:
         return out
 
     def _note_tied_head(self) -> None:
-        embedding = self._spec.tensors()[0].name
+        embedding = self._model.tensors()[0].name
         if self._equal(embedding, HEAD):
             self._notes.append(f"{HEAD} equals {embedding} and is stored once")
         else:
@@ -336,6 +365,8 @@ class _Conversion:
         }
         if not all(t.scheme.is_float for t in tensors):
             record["group_size"] = self._recipe.group_size
+        if isinstance(self._model, GenericModel):
+            record["architecture"] = GENERIC
         if self._recipe.rules:
             record["recipe"] = self._recipe.record()
         if self._text is not None:
@@ -388,7 +419,7 @@ class _Conversion:
         if self._text is None:
             return None
         return Calibrator(
-            self._source, self._spec, self.layout, self._text, self._methods, threads=threads, solved=progress.advance
+            self._source, self._spec(), self.layout, self._text, self._methods, threads=threads, solved=progress.advance
         )
 
     def _write_tensor(
@@ -401,6 +432,9 @@ class _Conversion:
             self._check_finite(name, values, stored.dtype)
             writer.write(name, "values", values)
             progress.advance(values.nbytes, name)
+            return 0
+        if len(stored.shape) > 2:
+            self._write_stack(writer, name, scheme, progress)
             return 0
         if name in self._coded:
             self._write_coded(writer, name, scheme, progress)
@@ -425,6 +459,18 @@ class _Conversion:
         for kind, blocks in rest.items():
             writer.write(name, kind, np.concatenate(blocks))
         return n_underflowed
+
+    def _write_stack(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:
+        """A tensor of rank 3 or more as it is, some of its first axis at a time."""
+        stored = self._source.tensors[name]
+        n = stored.shape[0]
+        nbytes = math.prod(stored.shape[1:]) * codes.VALUE_DTYPES[stored.dtype.lower()].itemsize
+        step = max(BLOCK_NBYTES // max(nbytes, 1), 1)
+        for start in range(0, n, step):
+            values = self._source.read(name, slice(start, min(start + step, n)))
+            self._check_finite(name, values, stored.dtype)
+            writer.write(name, "values", codes.pack(scheme, values.reshape(-1, *values.shape[-2:])))
+            progress.advance(values.nbytes, name)
 
     def _write_coded(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:
         """Codes and scales as the source has them."""
@@ -482,7 +528,7 @@ class _Conversion:
             source_kind=self._source.kind,
             out=str(out),
             dry_run=digest is None,
-            architecture=self._spec.architecture,
+            architecture=self._model.architecture,
             scheme=self._recipe.scheme,
             group_size=self._recipe.group_size,
             embeddings=self._recipe.embeddings,

@@ -15,6 +15,7 @@ from w4conv.container.layout import SIGNATURE
 from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
+from w4conv.quantization.generic import matrix_role, refuse_to_run
 from w4conv.sources import open_source
 from w4conv.sources.base import Source, SourceTensor
 
@@ -99,8 +100,15 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
                 container.tensors, dict(container.blobs), container.provenance, container.file_nbytes
             )
             return _of_container(str(path), header, container.digest)
-    with open_source(path) as source:
-        return _of_source(source)
+    try:
+        with open_source(path) as source:
+            return _of_source(source)
+    except InputError as error:
+        try:  # a GGUF file of whatever architecture can be described
+            with open_source(path, raw=True) as source:
+                return _of_source(source, refused=error)
+        except InputError:
+            raise error from None
 
 
 def inspect_stream(stream: BinaryIO, *, name: str = "-") -> Inspection:
@@ -109,16 +117,15 @@ def inspect_stream(stream: BinaryIO, *, name: str = "-") -> Inspection:
 
 
 def kind_of(name: str) -> TensorKind:
-    """What a tensor is for, by its Hugging Face name."""
+    """What a tensor is for, by its name."""
     if "norm" in name:
         return "norm"
-    if "embed_tokens" in name:
-        return "embedding"
-    if name.startswith("lm_head"):
-        return "head"
-    if "self_attn" in name:
+    role = matrix_role(name)
+    if role == "embedding" or role == "head":
+        return role
+    if "attn" in name or "attention" in name:
         return "attention"
-    return "mlp" if ".mlp." in name else "other"
+    return "mlp" if ".mlp." in name or ".ffn_" in name else "other"
 
 
 def _is_container(path: Path) -> bool:
@@ -132,7 +139,13 @@ def _is_container(path: Path) -> bool:
 def _of_container(path: str, header: ContainerHeader, digest: str | None) -> Inspection:
     def row(info: TensorInfo) -> TensorRow:
         return TensorRow(
-            info.name, info.shape, kind_of(info.name), str(info.scheme), info.source_dtype, info.n_values, info.nbytes
+            info.name,
+            info.shape,
+            kind_of(info.name),
+            str(info.scheme),
+            info.source_dtype,
+            info.n_values,
+            info.nbytes,
         )
 
     notes = header.provenance.get("notes", [])
@@ -148,7 +161,9 @@ def _of_container(path: str, header: ContainerHeader, digest: str | None) -> Ins
     )
 
 
-def _of_source(source: Source) -> Inspection:
+def _of_source(source: Source, *, refused: InputError | None = None) -> Inspection:
+    """refused: why the source could not be opened as a model."""
+
     def row(t: SourceTensor) -> TensorRow:
         n = math.prod(t.shape)
         return TensorRow(t.name, t.shape, kind_of(t.name), t.stored_as, t.stored_as, n, _stored_nbytes(source, t, n))
@@ -161,6 +176,7 @@ def _of_source(source: Source) -> Inspection:
         blobs=source.blobs,
         provenance=None,
         notes=list(source.notes),
+        refused=refused,
         tensors=[row(t) for t in source.tensors.values()],
     )
 
@@ -190,13 +206,19 @@ def _describe(
     provenance: Mapping[str, Any] | None,
     notes: list[str],
     tensors: list[TensorRow],
+    refused: InputError | None = None,
 ) -> Inspection:
     config = _json(blobs, "config.json")
     model = None
     try:
+        if refused is not None:
+            raise refused
+        if provenance is not None:
+            refuse_to_run(path, provenance)
         model = parse_config(config)
     except InputError as error:
-        notes.append(f"w4conv cannot {'run' if kind == 'w4' else 'convert'} this model: {error}")
+        advice = "" if kind == "w4" else "; --architecture generic converts what has no engine"
+        notes.append(f"w4conv cannot {'run' if kind == 'w4' else 'convert'} this model: {error}{advice}")
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     return Inspection(

@@ -28,6 +28,7 @@ from w4conv.measure.perplexity import (
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.texts import Text, load_text
 from w4conv.progress import Progress, Silent
+from w4conv.quantization.generic import GENERIC, refuse_to_run
 from w4conv.runtime.engine import Model
 from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
 from w4conv.runtime.tokenizer import Tokenizer
@@ -147,7 +148,7 @@ def verify(
         round_trip = perplexity = None
         failures: list[str] = []
         if against is not None:
-            with open_source(Path(against)) as source:
+            with open_source(Path(against), raw=container.provenance.get("architecture") == GENERIC) as source:
                 check_fits(container, source)
                 round_trip = compare(container, source, threads=threads, progress=progress)
             failures += _round_trip_failures(round_trip, min_sqnr)
@@ -196,6 +197,7 @@ class _Measurement:
             raise UsageError(f"convention {convention!r} is not one of {', '.join(DEFAULT_CTX)}")
         self._container, self._convention, self._threads = container, convention, threads
         self._ctx = DEFAULT_CTX[convention] if ctx is None else ctx
+        refuse_to_run(container.path, container.provenance)
         with Model(container, threads=threads, ctx=self._ctx):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
         tokenizer = Tokenizer(container.blobs)

@@ -43,6 +43,13 @@ def test_greedy_text_is_the_documented_one(w4: Runner, stories: Path) -> None:
     assert out.err == ""
 
 
+def test_a_generic_conversion_cannot_be_run(w4: Runner, tmp_path: Path) -> None:
+    out = tmp_path / "out.w4"
+    w4("quantize", make_llama_dir(tmp_path / "in"), out, "--architecture", "generic").done()
+    w4("run", out, "-p", "a").failed(3, str(out), "converted with --architecture generic", "cannot be run")
+    w4("bench", out, "-p", 8, "-n", 2).failed(3, "converted with --architecture generic")
+
+
 def test_the_prompt_may_come_from_anywhere(w4: Runner, stories: Path, tmp_path: Path) -> None:
     by_option = w4("run", stories, "-p", "Once upon", "-n", 12).done().out
     assert by_option.startswith(" a time"), "a continuation keeps its space; the prompt is not repeated"

@@ -486,8 +486,8 @@ def test_sources_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """Also when the conversion fails."""
     closed: list[bool] = []
 
-    def opened(path: Path) -> Any:
-        source = open_source(path)
+    def opened(path: Path, **options: Any) -> Any:
+        source = open_source(path, **options)
         close = source.close
         monkeypatch.setattr(source, "close", lambda: (closed.append(True), close()))
         return source

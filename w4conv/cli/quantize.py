@@ -107,6 +107,14 @@ def quantize(
         bool,
         typer.Option("--resume", help="Go on where an interrupted conversion to OUT stopped; the same bytes result"),
     ] = False,
+    architecture: Annotated[
+        str | None,
+        typer.Option(
+            metavar="generic",
+            help="Convert the matrices of any model; what is written cannot be run",
+            autocompletion=one_of(("generic",)),
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and check everything but values; write no file")
     ] = False,
@@ -140,6 +148,7 @@ def quantize(
                 threads=threads,
                 overwrite=overwrite,
                 resume=resume,
+                architecture=architecture,
                 dry_run=dry_run,
                 progress=progress,
             )

@@ -64,6 +64,8 @@ def run(
     of it. The text streams to standard output until an end token, N tokens, or a full context. With --json it comes at
     the end, with the figures of --stats.
     """
+    from w4conv.container import open_container
+    from w4conv.quantization.generic import refuse_to_run
     from w4conv.runtime.engine import Model
     from w4conv.runtime.generation import generate_text
     from w4conv.runtime.sampling import Sampler
@@ -71,6 +73,8 @@ def run(
 
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
+    with open_container(file) as container:
+        refuse_to_run(file, container.provenance)
     with Model(file, threads=threads, ctx=ctx) as model:
         tokenizer = Tokenizer(model.container.blobs)
         if chat:

@@ -13,6 +13,7 @@ from w4conv.container import Container
 from w4conv.errors import UsageError
 from w4conv.measure.bandwidth import read_gbs
 from w4conv.progress import Progress, Silent
+from w4conv.quantization.generic import refuse_to_run
 from w4conv.runtime.engine import Model
 
 
@@ -89,6 +90,8 @@ def bench(
     fit a model, InputError when a model cannot be run.
     """
     progress = progress or Silent()
+    for name, container in containers:
+        refuse_to_run(name, container.provenance)
     models = [Model(container, threads=threads) for _, container in containers]
     for (name, _), model in zip(containers, models, strict=True):
         if n_prompt + n_tokens > model.ctx:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import InputError, UsageError
-from w4conv.models.spec import ModelSpec
+from w4conv.quantization.generic import Inventory
 from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, QuantScheme
 
 # What `scheme` says of linear weights, and of embedding and head unless told otherwise.
@@ -88,12 +88,12 @@ class Recipe:
     group_size: int
     rules: tuple[tuple[str, Rule], ...] = ()
 
-    def choices(self, spec: ModelSpec) -> dict[str, Choice]:
+    def choices(self, spec: Inventory) -> dict[str, Choice]:
         """What each tensor of a model gets, by name. Raises UsageError for a pattern that matches no matrix."""
         unused = {pattern for pattern, _ in self.rules}
         out = {}
         for t in spec.tensors():
-            if len(t.shape) < 2:
+            if len(t.shape) < 2 or t.role in ("norm", "bias"):
                 out[t.name] = Choice("keep", 0)
                 continue
             roles = ("embedding", "head") if t.role == "embedding" and spec.tied_head else (t.role,)
@@ -106,7 +106,7 @@ class Recipe:
             assert found.group is not None
             out[t.name] = Choice(found.scheme, found.group, found.method)
         if unused:
-            example = next(t.name for t in spec.tensors() if t.role == "linear")
+            example = next((t.name for t in spec.tensors() if t.role == "linear"), "model.layers.0.mlp.up_proj.weight")
             raise UsageError(
                 f"recipe: {min(unused)!r} matches no matrix of this model. A pattern is embedding, head, linear, or a "
                 f"whole name such as {example} with * and ?"

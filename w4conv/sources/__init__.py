@@ -19,9 +19,10 @@ OTHER_FORMATS: Final = {
 W4_MAGIC: Final = b"\x89W4C"
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, *, raw: bool = False) -> Source:
     """Open a checkpoint: a Hugging Face directory or a GGUF file. Links are followed.
 
+    raw: a GGUF file of any architecture, its tensors under the names and in the order of rows that it has.
     Reads headers and sidecars only. Raises InputError, saying what the path is and what to do, for anything else.
     """
     path = Path(path)
@@ -40,7 +41,7 @@ def open_source(path: Path) -> Source:
     if magic == b"GGUF" or suffix == ".gguf":
         from w4conv.sources.gguf import open_gguf  # the gguf package is loaded only where it is needed
 
-        return open_gguf(path)
+        return open_gguf(path, raw=raw)
     if suffix == ".w4" or magic == W4_MAGIC:
         raise InputError(f"{path}: already converted: this is a .w4 file, not a checkpoint")
     if suffix == ".safetensors" or path.name.endswith(".index.json") or path.name == "config.json":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -133,8 +134,8 @@ def stored_rows(head_dim: int, start: int, stop: int) -> npt.NDArray[np.int64]:
     return head * head_dim + np.where(row < half, 2 * row, 2 * (row - half) + 1)
 
 
-def open_gguf(path: Path) -> GgufSource:
-    """Open a GGUF file of a supported architecture; of a split model, its first part.
+def open_gguf(path: Path, *, raw: bool = False) -> GgufSource:
+    """Open a GGUF file of a supported architecture; of a split model, its first part. raw: of any; see `open_source`.
 
     Opening reads the header alone. Raises InputError naming the file, and the key or tensor, that is corrupt, missing
     or not supported.
@@ -146,6 +147,8 @@ def open_gguf(path: Path) -> GgufSource:
         advice = "; merge it into its base model first" if kind == "adapter" else ""
         raise header.error("general.type", f"{kind!r} is not a model{advice}")
     name = header.text("general.architecture")
+    if raw:
+        return _open_raw(path, headers, name)
     if name not in ARCHITECTURES:
         raise header.error("general.architecture", f"{name!r} is not supported; known are {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[name]
@@ -167,6 +170,22 @@ def open_gguf(path: Path) -> GgufSource:
     tokenizer, notes = rebuild_tokenizer(header)
     blobs |= tokenizer
     return GgufSource(path, headers=headers, places=places, blobs=blobs, notes=[*_notes(places, blobs), *notes])
+
+
+def _open_raw(path: Path, headers: list[GgufHeader], architecture: str) -> GgufSource:
+    stored = {name: _Place(*place, 0) for name, place in _all_tensors(headers).items()}
+    places = {
+        name: place
+        for name, place in stored.items()
+        if place.tensor.type_name in VALUE_DTYPES or place.tensor.type_name in DEQUANTIZABLE
+    }
+    blobs = {"config.json": json.dumps({"architectures": [architecture], "model_type": architecture}).encode()}
+    tokenizer, notes = rebuild_tokenizer(headers[0])
+    blobs |= {"generation_config.json": rebuild_generation_config(headers[0])} | tokenizer
+    notes = [*_notes(places, blobs), *notes]
+    if others := [f"{name} ({place.tensor.type_name})" for name, place in stored.items() if name not in places]:
+        notes.append(f"Left out, as such a type has no values to convert: {', '.join(others[:4])}.")
+    return GgufSource(path, headers=headers, places=places, blobs=blobs, notes=notes)
 
 
 def _open_parts(path: Path) -> list[GgufHeader]:
