@@ -26,16 +26,26 @@ def convert(
     scales: npt.NDArray[np.uint8],
     zero_points: npt.NDArray[np.uint8],
 ) -> tuple[str, int, int, int]: ...
+
+class MatrixParts:
+    def __init__(
+        self,
+        kind: str,
+        n_rows: int,
+        n_columns: int,
+        group_size: int,
+        wide_scales: bool,
+        codes: npt.NDArray[np.uint8],
+        scales: npt.NDArray[np.uint8],
+        zero_points: npt.NDArray[np.uint8],
+    ) -> None: ...
+
 def matmul(
     pool: Pool,
-    kind: str,
-    n_rows: int,
-    n_columns: int,
-    group_size: int,
-    codes: npt.NDArray[np.uint8],
-    scales: npt.NDArray[np.uint8],
+    parts: MatrixParts,
     x: npt.NDArray[np.float32],
     y: npt.NDArray[np.float32],
+    activation_bits: int,
 ) -> None: ...
 def read(pool: Pool, data: npt.NDArray[np.uint8]) -> int: ...
 def cholesky(pool: Pool, a: npt.NDArray[np.float64]) -> int: ...
@@ -68,17 +78,7 @@ class Session:
     def truncate(self, n_tokens: int) -> None: ...
 
 class Model:
-    def set_linear(
-        self,
-        layer: int,
-        part: str,
-        kind: str,
-        n_rows: int,
-        n_columns: int,
-        group_size: int,
-        codes: npt.NDArray[np.uint8],
-        scales: npt.NDArray[np.uint8],
-    ) -> None: ...
+    def set_linear(self, layer: int, part: str, parts: MatrixParts) -> None: ...
     def set_vector(self, layer: int, part: str, values: npt.NDArray[np.float32]) -> None: ...
     def session(self, n_positions: int, wide: bool) -> Session: ...
     def forward(self, session: Session, tokens: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> None: ...
@@ -106,4 +106,5 @@ def new_model(
     inverse_frequencies: list[float],
     windows: list[int],
     threads: int,
+    activation_bits: int,
 ) -> Model: ...

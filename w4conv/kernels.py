@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,27 +93,42 @@ def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None
     return PackedRows(lines, scales, zero_points, n_underflowed)
 
 
+def matrix_parts(scheme: QuantScheme, shape: tuple[int, int], parts: Mapping[str, Array]) -> _native.MatrixParts:
+    """A coded matrix of shape (n_rows, n_columns) as the native code takes it.
+
+    parts: by the names of w4-codes 4. Their memory has to stay for as long as the result is used.
+    """
+    empty = np.empty(0, np.uint8)
+
+    def part(kind: str) -> npt.NDArray[np.uint8]:
+        return as_bytes(parts[kind]) if kind in parts else empty
+
+    codes_ = part("values" if scheme.is_float else "codes")
+    wide = scheme.scale_dtype == "f32"
+    return _native.MatrixParts(
+        scheme.kind, *shape, scheme.group_size, wide, codes_, part("scales"), part("zero_points")
+    )
+
+
 def matmul(
     scheme: QuantScheme,
     shape: tuple[int, int],
-    parts: dict[str, Array],
+    parts: Mapping[str, Array],
     x: npt.NDArray[np.float32],
     *,
     threads: int = 1,
+    activation_bits: int = 16,
 ) -> npt.NDArray[np.float32]:
     """x (n_tokens, n_columns) times a coded matrix of shape (n_rows, n_columns): (n_tokens, n_rows) float32.
 
-    Integer schemes quantize x as docs/numerics.md says; the same bits on every tier, for any threads and n_tokens.
+    Integer schemes quantize x to integers of 16 or 8 bits as docs/numerics.md says; the others take it as it is. The
+    same bits on every tier, for any threads and n_tokens.
     """
     n_rows, n_columns = shape
     padded = np.zeros((len(x), -(-n_columns // TILE_ROWS) * TILE_ROWS), np.float32)
     padded[:, :n_columns] = x
     y = np.empty((len(x), codes.n_tiles(n_rows) * TILE_ROWS), np.float32)
-    lines = parts["values" if scheme.is_float else "codes"]
-    scales = np.empty(0, np.uint8) if scheme.is_float else as_bytes(parts["scales"])
-    _native.matmul(
-        _pool(threads), scheme.kind, n_rows, n_columns, scheme.group_size, as_bytes(lines), scales, padded, y
-    )
+    _native.matmul(_pool(threads), matrix_parts(scheme, shape, parts), padded, y, activation_bits)
     return y[:, :n_rows]
 
 

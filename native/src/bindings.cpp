@@ -12,6 +12,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "engine/calibrated.h"
 #include "engine/convert.h"
@@ -53,10 +54,6 @@ Kind kind_of(const std::string& name) {
   throw std::invalid_argument("no kernels for scheme " + name);
 }
 
-void require_product(Kind kind) {
-  require(kind == Kind::kInt4 || kind == Kind::kInt8 || is_float(kind), "no kernels for products with this scheme");
-}
-
 Dtype dtype_of(const std::string& name) {
   if (name == "F16") return Dtype::kF16;
   if (name == "BF16") return Dtype::kBf16;
@@ -79,9 +76,8 @@ const char* reason_of(Bad bad) {
   }
 }
 
-// Shape of a matrix whose parts are these bytes; throws when they do not fit.
-Matrix matrix_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size, const uint8_t* lines,
-                 size_t lines_nbytes, const uint8_t* scales, size_t scales_nbytes) {
+// Shape of a matrix, its parts still to come.
+Matrix shape_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size) {
   Matrix w;
   w.kind = kind_of(kind);
   require(n_rows > 0 && n_columns > 0 && n_rows < (int64_t{1} << 31) && n_columns < (int64_t{1} << 31),
@@ -93,14 +89,40 @@ Matrix matrix_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int
     require(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256,
             "group size is not one of 32, 64, 128, 256, 0");
   }
-  const auto rows = static_cast<size_t>(w.n_tiles() * kTileRows);
-  require(lines_nbytes == rows * static_cast<size_t>(w.n_lines()) * 4, "codes: wrong number of bytes");
-  require(scales_nbytes == rows * static_cast<size_t>(w.n_groups()) * 2, "scales: wrong number of bytes");
-  require(reinterpret_cast<uintptr_t>(lines) % 4 == 0 && reinterpret_cast<uintptr_t>(scales) % 2 == 0, "unaligned part");
-  w.lines = reinterpret_cast<const uint32_t*>(lines);
-  w.scales = reinterpret_cast<const uint16_t*>(scales);
   return w;
 }
+
+template <class T, class Array>
+auto* part_of(const Array& bytes, int64_t n, const char* what) {
+  require(bytes.size() == static_cast<size_t>(n) * sizeof(T), what);
+  require(reinterpret_cast<uintptr_t>(bytes.data()) % sizeof(T) == 0, "unaligned part");
+  using Element = std::conditional_t<std::is_same_v<Array, Bytes>, const T, T>;
+  return reinterpret_cast<Element*>(bytes.data());
+}
+constexpr const char* kWrongCodes = "codes: wrong number of bytes";
+constexpr const char* kWrongScales = "scales: wrong number of bytes";
+constexpr const char* kWrongPoints = "zero_points: wrong number of bytes";
+
+// A matrix whose parts are these bytes; throws when they do not fit. Empty: the scheme has no such part.
+struct MatrixParts {
+  std::string kind;
+  int64_t n_rows, n_columns, group_size;
+  bool wide_scales;
+  Bytes codes, scales, zero_points;
+
+  Matrix matrix() const {
+    Matrix w = shape_of(kind, n_rows, n_columns, group_size);
+    const int64_t n_scales = w.n_tiles() * kTileRows * w.n_groups();
+    w.lines = part_of<uint32_t>(codes, w.n_tiles() * kTileRows * w.n_lines(), kWrongCodes);
+    w.wide_scales = wide_scales;
+    if (wide_scales) w.scales = part_of<float>(scales, n_scales, kWrongScales);
+    if (!wide_scales) w.scales = part_of<uint16_t>(scales, n_scales, kWrongScales);
+    const bool has_points = w.kind == Kind::kInt4z;
+    const auto* points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
+    w.zero_points = has_points ? points : nullptr;
+    return w;
+  }
+};
 
 std::vector<float> padded_copy(const Floats& values) {
   std::vector<float> out(static_cast<size_t>(pad_to(static_cast<int64_t>(values.size()), kTileRows)), 0.0f);
@@ -112,35 +134,36 @@ std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Byt
                                                            int64_t n_rows, int64_t n_columns, const std::string& kind,
                                                            int64_t group_size, const MutableBytes& codes,
                                                            const MutableBytes& scales, const MutableBytes& zero_points) {
-  const Matrix w = matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
+  const Matrix w = shape_of(kind, n_rows, n_columns, group_size);
+  const int64_t n_scales = w.n_tiles() * kTileRows * w.n_groups();
+  const bool has_points = w.kind == Kind::kInt4z;
+  auto* const lines = part_of<uint32_t>(codes, w.n_tiles() * kTileRows * w.n_lines(), kWrongCodes);
+  auto* const scale_bits = part_of<uint16_t>(scales, n_scales, kWrongScales);
+  auto* const points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
   const Dtype d = dtype_of(dtype);
   require(values.size() == static_cast<size_t>(n_rows) * static_cast<size_t>(n_columns * dtype_nbytes(d)),
           "values: wrong number of bytes");
-  const int64_t n_points = w.kind == Kind::kInt4z ? w.n_tiles() * w.n_groups() * kTileRows : 0;
-  require(zero_points.size() == static_cast<size_t>(n_points), "zero_points: wrong number of bytes");
   const Kernels& k = kernels();
   BlockStatus s;
   {
     const nb::gil_scoped_release release;
-    s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size,
-                      reinterpret_cast<uint32_t*>(codes.data()), reinterpret_cast<uint16_t*>(scales.data()),
-                      n_points > 0 ? zero_points.data() : nullptr);
+    s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size, lines, scale_bits,
+                      has_points ? points : nullptr);
   }
   return {reason_of(s.bad), s.row, s.column, s.n_underflowed};
 }
 
-void matmul(Pool& pool, const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size, const Bytes& codes,
-            const Bytes& scales, const FloatRows& x, const MutableFloatRows& y) {
-  const Matrix w = matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
-  require_product(w.kind);
+void matmul(Pool& pool, const MatrixParts& parts, const FloatRows& x, const MutableFloatRows& y, int activation_bits) {
+  const Matrix w = parts.matrix();
   const auto n = static_cast<int64_t>(x.shape(0)), width = static_cast<int64_t>(x.shape(1));
-  require(width == pad_to(n_columns, kTileRows), "x: rows are not padded to 16");
+  require(width == pad_to(w.n_columns, kTileRows), "x: rows are not padded to 16");
   require(n > 0 && static_cast<int64_t>(y.shape(0)) == n, "y: wrong number of rows");
   require(static_cast<int64_t>(y.shape(1)) == w.n_tiles() * kTileRows, "y: rows are not padded to 16");
+  require(activation_bits == 8 || activation_bits == 16, "activations have 8 or 16 bits");
   const Kernels& k = kernels();
   const nb::gil_scoped_release release;
-  Inputs inputs;
-  inputs.plan(n, n_columns, {&w});
+  Inputs inputs(activation_bits);
+  inputs.plan(n, w.n_columns, {&w});
   for (int64_t m = 0; m < n; m++) inputs.put(k, x.data() + m * width, m);
   Buffer scratch;
   scratch.reserve(kScratchBytes * static_cast<size_t>(pool.n_threads()));
@@ -168,7 +191,8 @@ uint32_t read_all(Pool& pool, const Bytes& data) {
 struct BoundModel {
   Model model;
   std::mutex turn;
-  BoundModel(ModelConfig config, int n_threads) : model(std::move(config), n_threads, kernels()) {}
+  BoundModel(ModelConfig config, int n_threads, int activation_bits)
+      : model(std::move(config), n_threads, kernels(), activation_bits) {}
 
   Linear& linear(int64_t layer, const std::string& part) {
     if (layer < 0) return part == "embed_tokens" ? model.embedding : part == "lm_head" ? model.head : no_part(part);
@@ -188,23 +212,21 @@ struct BoundModel {
 
 BoundModel* new_model(int64_t vocab_size, int64_t hidden_size, int64_t intermediate_size, int64_t n_layers, int64_t n_heads,
                       int64_t n_kv_heads, int64_t head_dim, float norm_eps, std::vector<float> inverse_frequencies,
-                      std::vector<int64_t> windows, int threads) {
+                      std::vector<int64_t> windows, int threads, int activation_bits) {
   require(vocab_size > 0 && hidden_size > 0 && intermediate_size > 0 && n_layers > 0 && head_dim > 0,
           "sizes must be positive");
   require(n_kv_heads > 0 && n_heads > 0 && n_heads % n_kv_heads == 0, "heads are not a multiple of KV heads");
   require(static_cast<int64_t>(inverse_frequencies.size()) * 2 == head_dim, "one frequency for each pair of a head");
   require(windows.empty() || static_cast<int64_t>(windows.size()) == n_layers, "one window a layer");
   require(threads >= 1 && threads <= 1024, "threads: 1 to 1024");
+  require(activation_bits == 8 || activation_bits == 16, "activations have 8 or 16 bits");
   return new BoundModel({vocab_size, hidden_size, intermediate_size, n_layers, n_heads, n_kv_heads, head_dim, norm_eps,
                          std::move(inverse_frequencies), std::move(windows)},
-                        threads);
+                        threads, activation_bits);
 }
 
-void set_linear(BoundModel& m, int64_t layer, const std::string& part, const std::string& kind, int64_t n_rows,
-                int64_t n_columns, int64_t group_size, const Bytes& codes, const Bytes& scales) {
-  require_product(kind_of(kind));
-  m.linear(layer, part).weight =
-      matrix_of(kind, n_rows, n_columns, group_size, codes.data(), codes.size(), scales.data(), scales.size());
+void set_linear(BoundModel& m, int64_t layer, const std::string& part, const MatrixParts& parts) {
+  m.linear(layer, part).weight = parts.matrix();
 }
 
 void set_vector(BoundModel& m, int64_t layer, const std::string& part, const Floats& values) {
@@ -340,8 +362,16 @@ NB_MODULE(_native, m) {
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "n_threads"_a);
   m.def("convert", &convert, "pool"_a, "values"_a, "dtype"_a, "n_rows"_a, "n_columns"_a, "kind"_a, "group_size"_a, "codes"_a,
         "scales"_a, "zero_points"_a);
-  m.def("matmul", &matmul, "pool"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a, "scales"_a, "x"_a,
-        "y"_a);
+  nb::class_<MatrixParts>(m, "MatrixParts")
+      .def(
+          "__init__",
+          [](MatrixParts* p, std::string kind, int64_t n_rows, int64_t n_columns, int64_t group_size, bool wide_scales,
+             Bytes codes, Bytes scales, Bytes zero_points) {
+            new (p) MatrixParts{std::move(kind), n_rows,           n_columns,         group_size,
+                                wide_scales,     std::move(codes), std::move(scales), std::move(zero_points)};
+          },
+          "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a);
+  m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);
 
   m.def("cholesky", &bound_cholesky, "pool"_a, "a"_a);
   m.def("round_with_feedback", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "factor"_a, "top"_a, "q"_a);
@@ -356,8 +386,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("n_positions", &Session::n_positions)
       .def("truncate", &cut, "n_tokens"_a);
   nb::class_<BoundModel>(m, "Model")
-      .def("set_linear", &set_linear, "layer"_a, "part"_a, "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "codes"_a,
-           "scales"_a)
+      .def("set_linear", &set_linear, "layer"_a, "part"_a, "parts"_a)
       .def("set_vector", &set_vector, "layer"_a, "part"_a, "values"_a)
       .def(
           "session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
@@ -366,6 +395,6 @@ NB_MODULE(_native, m) {
       .def("finish", &finish, "x"_a, "logits"_a)
       .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a);
   m.def("new_model", &new_model, "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "n_layers"_a, "n_heads"_a,
-        "n_kv_heads"_a, "head_dim"_a, "norm_eps"_a, "inverse_frequencies"_a, "windows"_a, "threads"_a,
+        "n_kv_heads"_a, "head_dim"_a, "norm_eps"_a, "inverse_frequencies"_a, "windows"_a, "threads"_a, "activation_bits"_a,
         nb::rv_policy::take_ownership);
 }

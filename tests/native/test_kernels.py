@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -180,30 +181,43 @@ def test_a_value_that_cannot_be_coded_is_named(
 # ---- products ----
 
 
-def coded(kind: str, group_size: int, w: F32) -> tuple[QuantScheme, dict[str, npt.NDArray[np.generic]], F32]:
+def coded(
+    kind: str, group_size: int, w: F32, scale_dtype: str = "f16"
+) -> tuple[QuantScheme, dict[str, npt.NDArray[np.generic]], F32]:
     """Scheme, parts, and the float32 weights that the parts stand for."""
-    if kind in ("int4", "int8"):
-        scheme = QuantScheme(kind, group_size, "f16")
-        packed = kernels.quantize_rtn(w, "F32", scheme)
-        parts: dict[str, npt.NDArray[np.generic]] = {"codes": packed.codes, "scales": packed.scales}
-    else:
+    parts: dict[str, npt.NDArray[np.generic]]
+    if kind in ("f16", "bf16", "f32"):
         scheme = QuantScheme(kind)
         parts = {"values": kernels.pack_float(w, "F32", scheme)}
+    else:
+        scheme = QuantScheme(kind, group_size, scale_dtype)
+        parts = kernels.quantize_rtn(w, "F32", QuantScheme(kind, group_size, "f16")).parts()
+        if scale_dtype == "f32":
+            parts["scales"] = parts["scales"].astype(np.float32) * np.float32(1.0001)
     return scheme, parts, codes.dequantize(scheme, w.shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
 
 
-def integer_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
+def per_row(parts: dict[str, npt.NDArray[np.generic]], kind: str, n_rows: int) -> npt.NDArray[np.generic]:
+    return np.asarray(codes.unpack_rows(np.asarray(parts[kind])[None], n_rows)[0])
+
+
+def integer_product(
+    scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32, bits: int = 16
+) -> F32:
     """docs/numerics.md 2 in numpy: the same float32 operations in the same order."""
     n_rows, n_columns = w.shape
     group = scheme.group_size or n_columns
     block = min(group, 128)
-    scales = codes.unpack_rows(np.asarray(parts["scales"])[None], n_rows)[0].astype(np.float32)
-    stored = codes.unpack(scheme, np.asarray(parts["codes"])[None], n_rows, n_columns)[0].astype(np.int64)
-    q = stored - 8 if scheme.kind == "int4" else stored
+    scales = per_row(parts, "scales", n_rows).astype(np.float32)
+    q = codes.unpack(scheme, np.asarray(parts["codes"])[None], n_rows, n_columns)[0].astype(np.int64)
+    if scheme.kind == "int4":
+        q -= 8
+    if scheme.kind == "int4z":
+        q -= np.repeat(per_row(parts, "zero_points", n_rows).astype(np.int64), group, axis=1)[:, :n_columns]
     y = np.zeros((len(x), n_rows), np.float32)
     for start in range(0, n_columns, block):
         part = x[:, start : start + block]
-        a_scale = np.abs(part).max(axis=1) / np.float32(32767)
+        a_scale = np.abs(part).max(axis=1) / np.float32(2 ** (bits - 1) - 1)
         with np.errstate(divide="ignore", invalid="ignore"):
             a = np.where(a_scale[:, None] > 0, np.rint(part / a_scale[:, None]), 0).astype(np.int64)
         isum = a @ q[:, start : start + block].T
@@ -212,19 +226,81 @@ def integer_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np
     return y
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 5, 12, 13, 31])
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 13, 133])
+@pytest.mark.parametrize("kind", ["int4", "int4z", "int8"])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int, n_tokens: int) -> None:
     rng = np.random.default_rng(7)
-    for n_rows, n_columns in ((3, 5), (40, 200), (16, 576), (65, 1000)):
-        w = rng.standard_normal((n_rows, n_columns)).astype(np.float32)
+    for n_rows, n_columns in ((3, 5), (40, 200), (16, 576), (115, 1000)):
+        w = (rng.standard_normal((n_rows, n_columns)) + 0.3).astype(np.float32)
         x = rng.standard_normal((n_tokens, n_columns)).astype(np.float32)
         x[rng.random(x.shape) < 0.01] *= 200
         x[0, : n_columns // 2] = 0
-        scheme, parts, _ = coded(kind, group_size, w)
-        got = kernels.matmul(scheme, w.shape, parts, x, threads=2)
-        np.testing.assert_array_equal(got.view(np.uint32), integer_product(scheme, w, parts, x).view(np.uint32))
+        scheme, parts, _ = coded(kind, group_size, w, "f16" if n_rows < 100 else "f32")
+        for bits in (16, 8):
+            got = kernels.matmul(scheme, w.shape, parts, x, threads=2, activation_bits=bits)
+            want = integer_product(scheme, w, parts, x, bits)
+            np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("kind", ["int4", "int4z", "int8"])
+def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -> None:
+    n = 256
+    scheme = QuantScheme(kind, 128, "f16")
+    rows = np.resize(np.array([[-128], [127]] if kind == "int8" else [[0], [15]]), (16, 1))
+    stored = np.repeat(rows, n, axis=1).astype(np.int8 if kind == "int8" else np.uint8)
+    points = np.resize(np.array([[0], [15], [15], [0]]), (16, 1)).repeat(2, axis=1) if kind == "int4z" else None
+    parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points)
+    x = np.ones((14, n), np.float32)
+    x[1::2] = -1
+    want = integer_product(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
+    for rows_of_x in (x[:1], x[1:2], x):
+        got = kernels.matmul(scheme, (16, n), parts, rows_of_x, activation_bits=bits)
+        first = 1 if rows_of_x[0, 0] < 0 else 0
+        np.testing.assert_array_equal(got, want[first : first + len(got)])
+
+
+def fused_multiply_add() -> Callable[[float, float, float], float]:
+    """The C library's, in float32."""
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    libm.fmaf.restype, libm.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    return libm.fmaf  # type: ignore[no-any-return]  # ctypes knows no types
+
+
+def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
+    """docs/numerics.md 3 for codebooks: a chain of fma over a block, then a product and a sum."""
+    fmaf = fused_multiply_add()
+    n_rows, n_columns = w.shape
+    group = scheme.group_size or n_columns
+    block = min(group, 128)
+    scales = per_row(parts, "scales", n_rows).astype(np.float32)
+    stored = codes.unpack(scheme, np.asarray(parts["codes"])[None], n_rows, n_columns)[0]
+    levels = codes.CODEBOOKS[scheme.kind][stored]
+    y = np.zeros((len(x), n_rows), np.float32)
+    for start in range(0, n_columns, block):
+        for m, n in np.ndindex(y.shape):
+            acc = 0.0
+            for k in range(start, min(start + block, n_columns)):
+                acc = fmaf(float(levels[n, k]), float(x[m, k]), acc)
+            y[m, n] += np.float32(acc) * scales[n, start // group]
+    return y
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (256, "f16"), (0, "f32")])
+def test_products_with_a_codebook_equal_their_definition(
+    tier: str, kind: str, group_size: int, scale_dtype: str
+) -> None:
+    rng = np.random.default_rng(8)
+    for shape in ((83, 75), (16, 290)):
+        w = rng.standard_normal(shape).astype(np.float32)
+        x = rng.standard_normal((13, shape[1])).astype(np.float32)
+        scheme, parts, _ = coded(kind, group_size, w, scale_dtype)
+        want = codebook_product(scheme, w, parts, x)
+        for rows_of_x in (x[:1], x[:3], x):
+            got = kernels.matmul(scheme, shape, parts, rows_of_x, threads=2)
+            np.testing.assert_array_equal(got.view(np.uint32), want[: len(got)].view(np.uint32))
 
 
 def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
@@ -243,8 +319,7 @@ def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 14])
 def test_float_products_are_one_chain_of_fused_multiply_adds(tier: str, kind: str, n_tokens: int) -> None:
-    libm = ctypes.CDLL(ctypes.util.find_library("m"))
-    libm.fmaf.restype, libm.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    fmaf = fused_multiply_add()
     rng = np.random.default_rng(5)
     w = rng.standard_normal((21, 137)).astype(np.float32)
     x = rng.standard_normal((n_tokens, 137)).astype(np.float32)
@@ -254,7 +329,7 @@ def test_float_products_are_one_chain_of_fused_multiply_adds(tier: str, kind: st
         for n in range(21):
             acc = 0.0
             for k in range(137):
-                acc = libm.fmaf(float(wq[n, k]), float(x[m, k]), acc)
+                acc = fmaf(float(wq[n, k]), float(x[m, k]), acc)
             want[m, n] = acc
     got = kernels.matmul(scheme, w.shape, parts, x, threads=2)
     np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))

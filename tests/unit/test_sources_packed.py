@@ -345,8 +345,9 @@ def test_bitsandbytes(tmp_path: Path, kind: str, nested: bool, block: int) -> No
     assert all(same(kept[name], found[name]) for name in found)
     assert {schemes(tmp_path / "m.w4")[name].kind for name in linears(directory)} == {kind}
     assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
-    with pytest.raises(InputError, match=f"no kernels for scheme {kind}"):
-        w4conv.Model(tmp_path / "m.w4")
+    w4conv.quantize(directory, tmp_path / "f.w4", scheme="f32")
+    with w4conv.Model(tmp_path / "m.w4") as coded, w4conv.Model(tmp_path / "f.w4") as plain:
+        np.testing.assert_allclose(coded.logits([1, 2, 3]), plain.logits([1, 2, 3]), rtol=1e-3, atol=1e-3)
 
 
 EXPERTS = "model.layers.0.mlp.experts"

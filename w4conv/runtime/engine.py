@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
+ACTIVATION_BITS: Final = {"int16": 16, "int8": 8}
 # Scheme, (n_rows, n_columns), and raw parts as in the container.
 Matrix = tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]
 
@@ -28,7 +29,9 @@ class TokenSampler(Protocol):
     def __call__(self, logits: F32Array) -> int: ...
 
 
-def _new_native(spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threads: int) -> _native.Model:
+def _new_native(
+    spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threads: int, activation_bits: int = 16
+) -> _native.Model:
     return _native.new_model(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -41,6 +44,7 @@ def _new_native(spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threa
         inverse_frequencies=list(spec.rope.inverse_frequencies(spec.head_dim)),
         windows=list(windows),
         threads=threads,
+        activation_bits=activation_bits,
     )
 
 
@@ -51,15 +55,24 @@ class Model:
     threads: default `kernels.default_threads()`.
     ctx: most tokens of a session; default, and at most, the model's own limit.
     kv: "f16", or "f32" for keys and values kept in float32 (the reference).
+    activations: "int16", or "int8" for faster products with integer weights that are less exact (docs/numerics.md 2).
 
-    Raises InputError when the file's model or one of its schemes cannot be run, UsageError for impossible options.
+    Raises InputError when the file's model cannot be run, UsageError for impossible options.
     """
 
     def __init__(
-        self, path: str | Path | Container, *, threads: int | None = None, ctx: int | None = None, kv: str = "f16"
+        self,
+        path: str | Path | Container,
+        *,
+        threads: int | None = None,
+        ctx: int | None = None,
+        kv: str = "f16",
+        activations: str = "int16",
     ) -> None:
         if kv not in ("f16", "f32"):
             raise UsageError(f"kv {kv!r} is neither f16 nor f32")
+        if activations not in ACTIVATION_BITS:
+            raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
         if threads is not None and not 1 <= threads <= 1024:
             raise UsageError(f"threads {threads} is not between 1 and 1024")
         self._owned = not isinstance(path, Container)
@@ -67,6 +80,7 @@ class Model:
         self.threads = threads or kernels.default_threads()
         self.isa = kernels.isa_tier()
         self.kv = kv
+        self.activations = activations
         self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
         if ctx is not None and not 1 <= ctx <= self.spec.max_positions:
             raise UsageError(
@@ -77,20 +91,22 @@ class Model:
 
     def _load(self) -> _native.Model:
         spec = self.spec
-        native = _new_native(spec, n_layers=spec.n_layers, windows=spec.sliding_windows, threads=self.threads)
+        native = _new_native(
+            spec,
+            n_layers=spec.n_layers,
+            windows=spec.sliding_windows,
+            threads=self.threads,
+            activation_bits=ACTIVATION_BITS[self.activations],
+        )
         for tensor in spec.tensors():
             info = self._info(tensor)
             layer = -1 if tensor.layer is None else tensor.layer
             if tensor.role in ("norm", "bias"):
                 native.set_vector(layer, tensor.part, self.container.dequantize(tensor.name))
                 continue
-            scheme = info.scheme
-            if scheme.kind not in ("int4", "int8", "f16", "bf16", "f32") or scheme.scale_dtype == "f32":
-                raise InputError(f"{self.container.path}: {tensor.name}: the engine has no kernels for scheme {scheme}")
-            codes = self.container.part(tensor.name, "values" if scheme.is_float else "codes")
-            scales = np.empty(0, np.uint8) if scheme.is_float else self.container.part(tensor.name, "scales")
+            parts = {part.kind: self.container.bytes_of(part) for part in info.parts}
             n_rows, n_columns = info.shape
-            native.set_linear(layer, tensor.part, scheme.kind, n_rows, n_columns, scheme.group_size, codes, scales)
+            native.set_linear(layer, tensor.part, kernels.matrix_parts(info.scheme, (n_rows, n_columns), parts))
         return native
 
     def _info(self, tensor: TensorSpec) -> TensorInfo:
@@ -231,11 +247,8 @@ class LayerModel:
         self._native = _new_native(spec, n_layers=1, windows=windows, threads=threads or kernels.default_threads())
         for part, values in vectors.items():
             self._native.set_vector(0, part, values)
-        empty = np.empty(0, np.uint8)
-        for part, (scheme, (n_rows, n_columns), raw) in matrices.items():
-            codes = raw["values" if scheme.is_float else "codes"]
-            scales = empty if scheme.is_float else raw["scales"]
-            self._native.set_linear(0, part, scheme.kind, n_rows, n_columns, scheme.group_size, codes, scales)
+        for part, matrix in matrices.items():
+            self._native.set_linear(0, part, kernels.matrix_parts(*matrix))
 
     def run(self, hidden: F32Array, *, capture: bool = False) -> Captured | None:
         """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
@@ -268,12 +281,9 @@ class HeadModel:
         threads: int | None = None,
     ) -> None:
         self._spec, self._kept = spec, head
-        scheme, (n_rows, n_columns), raw = head
         self._native = _new_native(spec, n_layers=1, windows=(), threads=threads or kernels.default_threads())
         self._native.set_vector(-1, "norm", norm)
-        codes = raw["values" if scheme.is_float else "codes"]
-        scales = np.empty(0, np.uint8) if scheme.is_float else raw["scales"]
-        self._native.set_linear(-1, "lm_head", scheme.kind, n_rows, n_columns, scheme.group_size, codes, scales)
+        self._native.set_linear(-1, "lm_head", kernels.matrix_parts(*head))
 
     def logits(self, hidden: F32Array) -> F32Array:
         """(n_tokens, padded hidden_size) -> (n_tokens, vocab_size) float32, the very bits of a `Model`."""

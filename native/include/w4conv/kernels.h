@@ -10,10 +10,12 @@
 namespace w4conv {
 
 constexpr int kTileRows = 16;
-constexpr int kBlock = 128;      // columns that share an activation scale, at most
-constexpr int kTokenGroup = 12;  // tokens interleaved for the GEMM
-constexpr int kKeyTile = 16;     // keys stored together in the K cache
-constexpr int kKeyBlock = 64;    // keys between two updates of the running softmax
+constexpr int kBlock = 128;                   // columns that share an activation scale, at most
+constexpr int kTokenGroup = 12;               // tokens interleaved for the GEMM
+constexpr int kMaxTokens = 10 * kTokenGroup;  // tokens that a GEMM takes through a block of weights at a time
+constexpr int kGemmTiles = 4;                 // tiles whose block of columns a GEMM unpacks together
+constexpr int kKeyTile = 16;                  // keys stored together in the K cache
+constexpr int kKeyBlock = 64;                 // keys between two updates of the running softmax
 
 constexpr int kCholeskyPanel = 32;  // columns of a Cholesky factor made together
 
@@ -22,6 +24,8 @@ constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1
 enum class Kind : uint8_t { kInt4, kInt4z, kNf4, kFp4, kInt8, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
 constexpr bool is_codebook(Kind kind) { return kind == Kind::kNf4 || kind == Kind::kFp4; }
+// Whether products take the activations as integers (docs/numerics.md 2), or as they are.
+constexpr bool takes_integers(Kind kind) { return !is_float(kind) && !is_codebook(kind); }
 constexpr int columns_per_dword(Kind kind) {
   return kind < Kind::kInt8 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
@@ -51,14 +55,15 @@ constexpr float kFp4Levels[16] = {0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f 
 struct Matrix {
   Kind kind = Kind::kF32;
   int64_t n_rows = 0, n_columns = 0;
-  int64_t group_size = 0;            // columns that share a weight scale; n_columns for whole rows; 0 for floats
-  const uint32_t* lines = nullptr;   // [tile][n_lines][16]
-  const uint16_t* scales = nullptr;  // [tile][n_groups][16] FP16; null for floats
+  int64_t group_size = 0;                // columns that share a weight scale; n_columns for whole rows; 0 for floats
+  const uint32_t* lines = nullptr;       // [tile][n_lines][16]
+  const void* scales = nullptr;          // [tile][n_groups][16] FP16, or float32 if wide_scales; null for floats
+  const uint8_t* zero_points = nullptr;  // [tile][n_groups][16], of kInt4z
+  bool wide_scales = false;
 
   int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }
   int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
   int64_t n_groups() const { return is_float(kind) ? 0 : (n_columns + group_size - 1) / group_size; }
-  int64_t nbytes() const { return n_tiles() * kTileRows * (n_lines() * 4 + n_groups() * 2); }
   // Columns of an activation block: the weight group, or kBlock where that is smaller.
   int64_t block() const { return group_size < kBlock ? group_size : kBlock; }
 };
@@ -66,14 +71,17 @@ struct Matrix {
 // M activation rows made ready for a product. Tokens are interleaved in groups of kTokenGroup (the last group holds what
 // is left): dword (or float) p of token t of group g lies at g * kTokenGroup * stride + p * tokens_in_group + t.
 //
-// Integer form: dword p = a pair of int16. Of 8 columns k.. the pairs are (0,2) (4,6) (1,3) (5,7), the order in which
-// masks and shifts bring out the nibbles of a line. stride = pairs a token = padded columns / 2.
+// Integer form: codes of 16 or 8 bits, in dwords.
+// 16: dword p = a pair of int16. Of 8 columns k.. the pairs are (0,2) (4,6) (1,3) (5,7), the order in which masks and
+//     shifts bring out the nibbles of a line.
+// 8:  dword p = columns 4p to 4p + 3.
 struct IntActivations {
   int64_t n_tokens = 0, n_columns = 0, block = 0;
-  uint32_t* pairs = nullptr;     // stride: pad_to(n_columns, 8) / 2
-  float* scales = nullptr;       // stride: n_blocks
-  int32_t* neg8_sums = nullptr;  // -8 * sum of a block's codes; stride: n_blocks
-  int64_t n_pairs() const { return pad_to(n_columns, 8) / 2; }
+  int bits = 16;
+  uint32_t* dwords = nullptr;    // stride: n_dwords()
+  float* scales = nullptr;       // stride: n_blocks()
+  int32_t* neg8_sums = nullptr;  // -8 * sum of a block's codes; stride: n_blocks()
+  int64_t n_dwords() const { return pad_to(n_columns, 8) * bits / 32; }
   int64_t n_blocks() const { return (n_columns + block - 1) / block; }
 };
 // Float form: the float32 values themselves; stride = n_padded(), zeros past n_columns.
@@ -154,8 +162,8 @@ struct Kernels {
   const char* (*dot_name)();
 };
 
-// Unpacked weights of one block: kBlock columns x 2 tiles, int16 or float32.
-constexpr size_t kScratchBytes = size_t{kBlock} * 2 * kTileRows * 4;
+// Of a GEMM: a block of kGemmTiles tiles, unpacked, and the sums of kMaxTokens tokens.
+constexpr size_t kScratchBytes = size_t{kGemmTiles} * kTileRows * 4 * (kBlock + kMaxTokens);
 
 constexpr int64_t attention_scratch(int64_t n_group, int64_t head_dim) {
   return n_group * (pad_to(head_dim, 16) + kKeyBlock + 2 * kTileRows);

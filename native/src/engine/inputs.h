@@ -10,6 +10,9 @@ namespace w4conv {
 
 class Inputs {
  public:
+  // bits: of the activations where they become integers, 16 or 8.
+  explicit Inputs(int bits = 16) : bits_(bits) {}
+
   // Make room for n_tokens rows of n_columns, for products with these matrices.
   void plan(int64_t n_tokens, int64_t n_columns, std::initializer_list<const Matrix*> matrices) {
     n_forms_ = 0;
@@ -17,16 +20,16 @@ class Inputs {
       if (find(*w) != nullptr) continue;
       if (n_forms_ == static_cast<int>(forms_.size())) forms_.emplace_back();
       Form& f = forms_[n_forms_++];
-      f.is_float = is_float(w->kind);
+      f.is_float = !takes_integers(w->kind);
       if (f.is_float) {
         f.floats = {n_tokens, n_columns, nullptr};
         f.floats.values = f.buffer.reserve_for<float>(n_tokens * f.floats.n_padded());
       } else {
         IntActivations& a = f.ints;
-        a = {n_tokens, n_columns, w->block(), nullptr, nullptr, nullptr};
+        a = {n_tokens, n_columns, w->block(), bits_, nullptr, nullptr, nullptr};
         const int64_t n_scales = n_tokens * a.n_blocks();
-        a.pairs = f.buffer.reserve_for<uint32_t>(n_tokens * a.n_pairs() + 2 * n_scales);
-        a.scales = reinterpret_cast<float*>(a.pairs + n_tokens * a.n_pairs());
+        a.dwords = f.buffer.reserve_for<uint32_t>(n_tokens * a.n_dwords() + 2 * n_scales);
+        a.scales = reinterpret_cast<float*>(a.dwords + n_tokens * a.n_dwords());
         a.neg8_sums = reinterpret_cast<int32_t*>(a.scales + n_scales);
       }
     }
@@ -54,10 +57,11 @@ class Inputs {
   const Form* find(const Matrix& w) const {
     for (int i = 0; i < n_forms_; i++) {
       const Form& f = forms_[i];
-      if (f.is_float == is_float(w.kind) && (f.is_float || f.ints.block == w.block())) return &f;
+      if (f.is_float != takes_integers(w.kind) && (f.is_float || f.ints.block == w.block())) return &f;
     }
     return nullptr;
   }
+  int bits_;
   std::vector<Form> forms_;
   int n_forms_ = 0;
 };

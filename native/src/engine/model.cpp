@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/dequantize.h"
+
 namespace w4conv {
 namespace {
 
 int64_t padded(int64_t n) { return pad_to(n, kTileRows); }
-
-float from_f16(uint32_t h) {
-  const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7FFFu;
-  if (magnitude < 0x400u) return std::copysign(static_cast<float>(magnitude) * 0x1p-24f, sign ? -1.0f : 1.0f);
-  return __builtin_bit_cast(float, sign | ((magnitude << 13) + (112u << 23)));  // weights are finite
-}
 
 void add(float* x, const float* y, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] += y[i];
@@ -39,43 +35,21 @@ Session::Session(const ModelConfig& c, int64_t n_positions, bool wide) : n_posit
   }
 }
 
-Model::Model(ModelConfig config, int n_threads, const Kernels& kernels)
+Model::Model(ModelConfig config, int n_threads, const Kernels& kernels, int activation_bits)
     : config_(std::move(config)),
       kernels_(kernels),
       pool_(n_threads),
       rope_(config_.inverse_frequencies),
-      layers_(static_cast<size_t>(config_.n_layers)) {
+      layers_(static_cast<size_t>(config_.n_layers)),
+      inputs_(activation_bits) {
   scratch_.reserve(kScratchBytes * static_cast<size_t>(n_threads));
   attention_scratch_.reserve_for<float>(attention_scratch(config_.n_heads / config_.n_kv_heads, config_.head_dim) *
                                         n_threads);
 }
 
 void Model::embed(int32_t token, float* out) const {
-  const Matrix& w = embedding.weight;
-  const int64_t tile = token / kTileRows, row = token % kTileRows, columns = columns_per_dword(w.kind);
-  const uint32_t* dword = w.lines + tile * w.n_lines() * 16 + row;
-  std::fill(out, out + padded(w.n_columns), 0.0f);
-  for (int64_t k = 0; k < w.n_columns; k++) {
-    const uint32_t bits = dword[k / columns * 16];
-    const int64_t i = k % columns;
-    switch (w.kind) {
-      case Kind::kF32:
-        out[k] = __builtin_bit_cast(float, bits);
-        break;
-      case Kind::kBf16:
-        out[k] = __builtin_bit_cast(float, (bits >> (16 * i) & 0xFFFFu) << 16);
-        break;
-      case Kind::kF16:
-        out[k] = from_f16(bits >> (16 * i) & 0xFFFFu);
-        break;
-      default: {
-        const float scale = from_f16(w.scales[(tile * w.n_groups() + k / w.group_size) * 16 + row]);
-        const int code = w.kind == Kind::kInt8 ? static_cast<int8_t>(bits >> (8 * i))
-                                               : static_cast<int>(bits >> (8 * (i % 4) + 4 * (i / 4)) & 15u) - 8;
-        out[k] = static_cast<float>(code) * scale;
-      }
-    }
-  }
+  std::fill(out, out + padded(embedding.weight.n_columns), 0.0f);
+  dequantize_row(embedding.weight, token, out);
 }
 
 void Model::multiply(std::initializer_list<Product> products) {

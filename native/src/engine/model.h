@@ -58,9 +58,10 @@ struct Capture {
 class Model {
  public:
   // Tokens of one pass through the layers; longer inputs are cut by the caller.
-  static constexpr int64_t kMaxTokens = 10 * kTokenGroup;
+  static constexpr int64_t kMaxTokens = w4conv::kMaxTokens;
 
-  Model(ModelConfig config, int n_threads, const Kernels& kernels);
+  // activation_bits: 16, or 8, where products take integers.
+  Model(ModelConfig config, int n_threads, const Kernels& kernels, int activation_bits = 16);
 
   const ModelConfig& config() const { return config_; }
   const Kernels& kernels() const { return kernels_; }

@@ -77,9 +77,6 @@ inline Extremes extremes_of(const float* x, int64_t n) {
   return {largest, smallest};
 }
 
-typedef int8_t vb __attribute__((vector_size(kLanes)));
-typedef int8_t vb_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
-
 // [begin, end) to codes: x / scale rounded half to even within [low, high], and the offset added. A last vector runs past
 // the end; the next group, or the padding, writes over it.
 inline void round_codes(const float* x, int64_t begin, int64_t end, float scale, float low, float high, int32_t offset,

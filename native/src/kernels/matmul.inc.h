@@ -1,26 +1,74 @@
 // Products of a tiled weight matrix with prepared activations. A lane is a row, so sums never cross lanes.
 //
 // Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending.
-// Float form: one chain of fused multiply-adds a row, columns ascending.
-// GEMV (one token) unpacks in registers; GEMM unpacks one block of kTiles tiles into L1 and runs all tokens over it.
+// Float form (3): one chain of fused multiply-adds a row, or a block of it, columns ascending.
+// GEMV (one token) unpacks in registers, kStreams tiles side by side: so many streams keep more of memory busy than one.
+// GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
 
-constexpr int kPrefetchLines = 64;  // 4 KiB ahead
+constexpr int64_t kPrefetchOctets = 16;  // columns / 8 that a GEMV fetches ahead
+
+struct Scales {
+  const void* values;
+  bool wide;
+  explicit Scales(const Matrix& w) : values(w.scales), wide(w.wide_scales) {}
+  vf lanes(int64_t index) const {
+    return wide ? load(static_cast<const float*>(values) + index) : from_f16(static_cast<const uint16_t*>(values) + index);
+  }
+};
+
+inline vi zero_point_lanes(const uint8_t* p) {
+  typedef uint8_t vub __attribute__((vector_size(kLanes)));
+  typedef uint8_t vub_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector((vub) * reinterpret_cast<const vub_unaligned*>(p), vi);
+}
+
+// ---- shared by the GEMMs ---------------------------------------------------------------------------------------------
+
+// f(tile, n_tiles, first token, n_tokens) over parts that fit the scratch memory.
+template <class F>
+inline void for_parts(int64_t tile, int64_t tile_end, int64_t n_tokens, const F& f) {
+  for (; tile < tile_end; tile += kGemmTiles) {
+    for (int64_t m = 0; m < n_tokens; m += kMaxTokens) {
+      f(tile, tile_end - tile < kGemmTiles ? tile_end - tile : kGemmTiles, m,
+        n_tokens - m < kMaxTokens ? n_tokens - m : kMaxTokens);
+    }
+  }
+}
+
+// sums [panel][token][tile][16] -> rows of y. A panel is kTiles tiles; the last one may have fewer, and then has one.
+inline void write_sums(const float* sums, int64_t n_tokens, int64_t n_tiles, float* y, int64_t ldy) {
+  for (int64_t j = 0; j < n_tiles; j += kTiles) {
+    const int64_t width = (n_tiles - j < kTiles ? 1 : kTiles) * kTileRows;
+    for (int64_t m = 0; m < n_tokens; m++) {
+      for (int64_t i = 0; i < width; i += kLanes) store(y + m * ldy + j * kTileRows + i, load(sums + i));
+      sums += width;
+    }
+  }
+}
 
 // ---- unpacking ------------------------------------------------------------------------------------------------------
 
-// The pairs (0,2) (4,6) (1,3) (5,7) of an int4 line, as int16 codes 0..15.
+// The pairs (0,2) (4,6) (1,3) (5,7) of a line of 4-bit codes, as int16 codes 0..15.
 template <int kPair>
-inline vi int4_pair(vi line) {
+inline vi nibble_pair(vi line) {
   constexpr int kShift = 4 * kPair;
   return (vi)(((vu)line >> kShift) & 0x000F000Fu);
 }
-// The pairs (0,2) (1,3) of an int8 line, sign-extended to int16.
-typedef int16_t vs __attribute__((vector_size(4 * kLanes)));
+// The columns 0..3 or 4..7 of a line of 4-bit codes, as bytes.
+template <int kHalf>
+inline vi nibble_bytes(vi line) {
+  constexpr int kShift = 4 * kHalf;
+  return (vi)(((vu)line >> kShift) & 0x0F0F0F0Fu);
+}
+// The pairs (0,2) (1,3) of a dword of signed bytes, sign-extended to int16.
 template <int kPair>
-inline vi int8_pair(vi line) {
+inline vi byte_pair(vi line) {
   const vs words = (vs)line;
   return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
 }
+// Where dot_bytes takes any byte, int8 weights w enter it as w + 128.
+constexpr bool biased(Kind kind) { return kWideBytes && kind == Kind::kInt8; }
+
 // Column c of a float line.
 template <Kind kKind, int kColumn>
 inline vf float_column(vi line) {
@@ -28,232 +76,346 @@ inline vf float_column(vi line) {
   if constexpr (kKind == Kind::kBf16) return (vf)(kColumn == 0 ? (vu)line << 16 : (vu)line & 0xFFFF0000u);
   if constexpr (kKind == Kind::kF16) return f16_lanes(kColumn == 0 ? (vu)line & 0xFFFFu : (vu)line >> 16);
 }
+// The level of column c of a line of codes.
+template <int kColumn>
+inline vf level_column(const Levels& levels, vi line) {
+  constexpr int kShift = 8 * (kColumn % 4) + 4 * (kColumn / 4);
+  return levels.of((vi)((vu)line >> kShift));
+}
 
-// Columns [column, column + n_columns) of kTilesNow tiles -> scratch [pair][tile][16] (int16 pairs).
-template <int kTilesNow>
-void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, uint32_t* scratch) {
-  const int64_t n_lines = w.n_lines();
-  const int64_t n_pairs = pad_to(n_columns, 8) / 2;
+// Columns [column, column + n_columns) of kTilesNow tiles -> out [dword of activations][tile][16]: int16 pairs less their
+// offset, or bytes with it.
+template <Kind kKind, int kBits, int kTilesNow>
+void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, const vi* zero_points, uint32_t* out) {
+  constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  const int64_t n_lines = w.n_lines(), n_octets = pad_to(n_columns, 8) / 8;
   for (int j = 0; j < kTilesNow; j++) {
-    const uint32_t* lines = w.lines + (tile + j) * n_lines * 16;
-    auto out = [&](int64_t pair, int v) { return scratch + (pair * kTilesNow + j) * 16 + v * kLanes; };
     for (int v = 0; v < kVectors; v++) {
-      if (w.kind == Kind::kInt4) {
-        const uint32_t* line = lines + column / 8 * 16 + v * kLanes;
-        for (int64_t p = 0; p < n_pairs; p += 4, line += 16) {
-          prefetch(line + kPrefetchLines * 16);
-          const vi x = load_bits(line);
-          store_bits(out(p, v), int4_pair<0>(x));
-          store_bits(out(p + 1, v), int4_pair<1>(x));
-          store_bits(out(p + 2, v), int4_pair<2>(x));
-          store_bits(out(p + 3, v), int4_pair<3>(x));
-        }
-      } else {
-        for (int64_t p = 0; p < n_pairs; p += 4) {
-          const int64_t index = column / 4 + p / 2;  // of the first of two lines; the second may lie past the end
-          const uint32_t* line = lines + index * 16 + v * kLanes;
-          const vi first = load_bits(line);
-          const vi second = index + 1 < n_lines ? load_bits(line + 16) : vi{};
-          store_bits(out(p, v), int8_pair<0>(first));
-          store_bits(out(p + 2, v), int8_pair<1>(first));
-          store_bits(out(p + 1, v), int8_pair<0>(second));
-          store_bits(out(p + 3, v), int8_pair<1>(second));
+      const uint32_t* line = w.lines + ((tile + j) * n_lines + column / 8 * kLines) * 16 + v * kLanes;
+      const uint32_t* const last = w.lines + ((tile + j) * n_lines + n_lines - 1) * 16 + v * kLanes;
+      const vi offset = kKind == Kind::kInt4z ? zero_points[j * kVectors + v] * 0x10001 : splat_int(0x00080008);
+      uint32_t* to = out + j * 16 + v * kLanes;
+      for (int64_t i = 0; i < n_octets; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
+        auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
+        const vi x = load_bits(line);
+        if constexpr (kKind == Kind::kInt8) {
+          const vi y = line < last ? load_bits(line + 16) : vi{};
+          if constexpr (kBits == 16) {
+            put(0, byte_pair<0>(x)), put(1, byte_pair<0>(y)), put(2, byte_pair<1>(x)), put(3, byte_pair<1>(y));
+          } else {
+            const vi bias = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+            put(0, x ^ bias), put(1, y ^ bias);
+          }
+        } else if constexpr (kBits == 16) {
+          prefetch(line + kPrefetchOctets * 16);
+          put(0, (vi)((vs)nibble_pair<0>(x) - (vs)offset)), put(1, (vi)((vs)nibble_pair<1>(x) - (vs)offset));
+          put(2, (vi)((vs)nibble_pair<2>(x) - (vs)offset)), put(3, (vi)((vs)nibble_pair<3>(x) - (vs)offset));
+        } else {
+          prefetch(line + kPrefetchOctets * 16);
+          put(0, nibble_bytes<0>(x)), put(1, nibble_bytes<1>(x));
         }
       }
     }
   }
 }
 
-// Columns [column, column + n_columns) of kTilesNow tiles -> scratch [column][tile][16] (float32).
+// Columns [column, column + n_columns) of kTilesNow tiles -> out [column][tile][16] (float32).
 template <Kind kKind, int kTilesNow>
-void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, float* scratch) {
+void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, float* out) {
   constexpr int kColumns = columns_per_dword(kKind);
+  const Levels levels(kKind == Kind::kNf4 ? kNf4Levels : kFp4Levels);
   for (int j = 0; j < kTilesNow; j++) {
     for (int v = 0; v < kVectors; v++) {
       const uint32_t* line = w.lines + ((tile + j) * w.n_lines() + column / kColumns) * 16 + v * kLanes;
-      float* out = scratch + j * 16 + v * kLanes;
+      float* to = out + j * 16 + v * kLanes;
       for (int64_t k = 0; k < n_columns; k += kColumns, line += 16) {
+        auto put = [&](int c, vf x) { store(to + (k + c) * kTilesNow * 16, x); };
         const vi x = load_bits(line);
-        store(out + k * kTilesNow * 16, float_column<kKind, 0>(x));
-        if constexpr (kColumns == 2) store(out + (k + 1) * kTilesNow * 16, float_column<kKind, 1>(x));
+        if constexpr (is_codebook(kKind)) {
+          put(0, level_column<0>(levels, x)), put(1, level_column<1>(levels, x)), put(2, level_column<2>(levels, x));
+          put(3, level_column<3>(levels, x)), put(4, level_column<4>(levels, x)), put(5, level_column<5>(levels, x));
+          put(6, level_column<6>(levels, x)), put(7, level_column<7>(levels, x));
+        } else {
+          put(0, float_column<kKind, 0>(x));
+          if constexpr (kColumns == 2) put(1, float_column<kKind, 1>(x));
+        }
       }
     }
   }
 }
 
-// ---- integer GEMM ---------------------------------------------------------------------------------------------------
+// ---- integers -------------------------------------------------------------------------------------------------------
+
+// Eight columns with activations of 8 bits.
+template <Kind kKind>
+inline vi eight_products(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  if constexpr (kKind == Kind::kInt8 && !kWideBytes) {
+    acc = dot(dot(acc, byte_pair<0>(w0), byte_pair<0>(a0)), byte_pair<1>(w0), byte_pair<1>(a0));
+    return dot(dot(acc, byte_pair<0>(w1), byte_pair<0>(a1)), byte_pair<1>(w1), byte_pair<1>(a1));
+  }
+  return dot_bytes(acc, w0, a0, w1, a1);
+}
+
+// What codes that are stored with an offset leave to be taken off a block's sum.
+template <Kind kKind, int kBits>
+inline vi start_of_sum(int32_t neg8_sum, vi zero_points) {
+  if constexpr (kKind == Kind::kInt4) return splat_int(neg8_sum);
+  if constexpr (kKind == Kind::kInt4z) return zero_points * neg8_sum >> 3;
+  return splat_int(kBits == 8 && biased(kKind) ? 16 * neg8_sum : 0);
+}
 
 struct IntBlock {
-  const uint32_t* weights;  // scratch
-  int64_t n_pairs;
-  const uint32_t* pairs;  // of the first token
-  const float* scales;
-  const int32_t* starts;  // neg8_sums, or null where codes have no offset
-  int64_t stride;         // tokens in the group
+  const uint32_t* weights;  // unpacked
+  const vf* w_scales;
+  const vi* zero_points;
+  int64_t n_dwords;
+  const uint32_t* dwords;  // of the first token
+  const float* a_scales;
+  const int32_t* neg8_sums;
+  int64_t stride;  // tokens in the group
 };
 
-template <int kTilesNow, int kTokensNow>
-inline void int_inner(const IntBlock& b, const vf (&w_scales)[kTiles * kVectors], float* y, int64_t ldy) {
+// sums [token][tile][16] += a block's products.
+template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
+inline void int_inner(const IntBlock& b, float* sums) {
   constexpr int kV = kTilesNow * kVectors;
   vi acc[kTokensNow][kV];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kV; v++) acc[t][v] = splat_int(b.starts ? b.starts[t] : 0);
+    for (int v = 0; v < kV; v++) {
+      if constexpr (kBits == 16) acc[t][v] = vi{};
+      if constexpr (kBits == 8) acc[t][v] = start_of_sum<kKind, kBits>(b.neg8_sums[t], b.zero_points[v]);
+    }
   }
-  const uint32_t* a = b.pairs;
+  const uint32_t* a = b.dwords;
   const uint32_t* w = b.weights;
-  for (int64_t p = 0; p < b.n_pairs; p++, a += b.stride, w += kV * kLanes) {
-    vi wv[kV];
+  if constexpr (kBits == 16) {
+    for (int64_t p = 0; p < b.n_dwords; p++, a += b.stride, w += kV * kLanes) {
+      vi wv[kV];
 #pragma GCC unroll 4
-    for (int v = 0; v < kV; v++) wv[v] = load_bits(w + v * kLanes);
+      for (int v = 0; v < kV; v++) wv[v] = load_bits(w + v * kLanes);
 #pragma GCC unroll 16
-    for (int t = 0; t < kTokensNow; t++) {
-      const vi av = splat_int(static_cast<int32_t>(a[t]));
+      for (int t = 0; t < kTokensNow; t++) {
+        const vi av = splat_int(static_cast<int32_t>(a[t]));
 #pragma GCC unroll 4
-      for (int v = 0; v < kV; v++) acc[t][v] = dot(acc[t][v], wv[v], av);
+        for (int v = 0; v < kV; v++) acc[t][v] = dot(acc[t][v], wv[v], av);
+      }
+    }
+  } else {
+    for (int64_t p = 0; p < b.n_dwords; p += 2, a += 2 * b.stride, w += 2 * kV * kLanes) {
+      vi w0[kV], w1[kV];
+#pragma GCC unroll 4
+      for (int v = 0; v < kV; v++) w0[v] = load_bits(w + v * kLanes), w1[v] = load_bits(w + (kV + v) * kLanes);
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokensNow; t++) {
+        const vi a0 = splat_int(static_cast<int32_t>(a[t])), a1 = splat_int(static_cast<int32_t>(a[b.stride + t]));
+#pragma GCC unroll 4
+        for (int v = 0; v < kV; v++) acc[t][v] = eight_products<kKind>(acc[t][v], w0[v], a0, w1[v], a1);
+      }
     }
   }
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
-    const vf a_scale = splat(b.scales[t]);
+    const vf a_scale = splat(b.a_scales[t]);
 #pragma GCC unroll 4
     for (int v = 0; v < kV; v++) {
-      float* out = y + t * ldy + v * kLanes;
-      store(out, load(out) + __builtin_convertvector(acc[t][v], vf) * (w_scales[v] * a_scale));
+      float* sum = sums + (t * kV + v) * kLanes;
+      store(sum, load(sum) + __builtin_convertvector(acc[t][v], vf) * (b.w_scales[v] * a_scale));
     }
   }
 }
 
-template <int kTilesNow, int kTokensNow>
-inline void int_inner_up_to(int n, const IntBlock& b, const vf (&w_scales)[kTiles * kVectors], float* y, int64_t ldy) {
+template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
+inline void int_inner_up_to(int64_t n, const IntBlock& b, float* sums) {
   if constexpr (kTokensNow > 1) {
-    if (n < kTokensNow) return int_inner_up_to<kTilesNow, kTokensNow - 1>(n, b, w_scales, y, ldy);
+    if (n < kTokensNow) return int_inner_up_to<kKind, kBits, kTilesNow, kTokensNow - 1>(n, b, sums);
   }
-  int_inner<kTilesNow, kTokensNow>(b, w_scales, y, ldy);
+  int_inner<kKind, kBits, kTilesNow, kTokensNow>(b, sums);
 }
 
-template <int kTilesNow>
-void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, uint32_t* scratch) {
-  y += tile * kTileRows;
-  for (int64_t m = 0; m < x.n_tokens; m++) {
-    for (int i = 0; i < kTilesNow * kTileRows; i += kLanes) store(y + m * ldy + i, vf{});
+// All tokens of a group of up to kTokenGroup.
+template <Kind kKind, int kBits, int kTilesNow>
+void int_group(IntBlock b, float* sums) {
+  constexpr int kNow = kBits == 8 ? kByteTokens : kTokens;
+  // Codes of 16 bits come without their offset, so that one kernel serves all kinds.
+  constexpr Kind kAs = kBits == 8 ? kKind : Kind::kInt8;
+  for (int64_t t = 0; t < b.stride; t += kNow) {
+    int_inner_up_to<kAs, kBits, kTilesNow, kNow>(b.stride - t < kNow ? b.stride - t : kNow, b, sums);
+    b.dwords += kNow, b.a_scales += kNow, b.neg8_sums += kNow, sums += kNow * kTilesNow * kTileRows;
   }
-  const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks();
+}
+
+// n_tiles <= kGemmTiles, tokens [first, first + n_tokens) with n_tokens <= kMaxTokens, `first` a multiple of kTokenGroup.
+template <Kind kKind, int kBits>
+void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, int64_t first,
+              int64_t n_tokens, uint32_t* scratch) {
+  auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
+  for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
+  const Scales scales(w);
+  const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
   for (int64_t block = 0; block < n_blocks; block++) {
     const int64_t column = block * x.block;
     const int64_t n_columns = column + x.block < w.n_columns ? x.block : w.n_columns - column;
-    unpack_int<kTilesNow>(w, tile, column, n_columns, scratch);
-    vf w_scales[kTiles * kVectors];
-    for (int j = 0; j < kTilesNow; j++) {
-      const uint16_t* scales = w.scales + ((tile + j) * n_groups + column / w.group_size) * 16;
-      for (int v = 0; v < kVectors; v++) w_scales[j * kVectors + v] = from_f16(scales + v * kLanes);
+    vf w_scales[kGemmTiles * kVectors];
+    vi zero_points[kGemmTiles * kVectors] = {};
+    for (int64_t j = 0; j < n_tiles; j++) {
+      const int64_t at = ((tile + j) * n_groups + column / w.group_size) * 16;
+      for (int v = 0; v < kVectors; v++) {
+        w_scales[j * kVectors + v] = scales.lanes(at + v * kLanes);
+        if (kKind == Kind::kInt4z) zero_points[j * kVectors + v] = zero_point_lanes(w.zero_points + at + v * kLanes);
+      }
     }
-    for (int64_t m = 0; m < x.n_tokens; m += kTokenGroup) {
+    for (int64_t j = 0; j < n_tiles; j += kTiles) {
+      uint32_t* const out = scratch + j * kTileRows * kBlock;
+      n_tiles - j < kTiles
+          ? unpack_int<kKind, kBits, 1>(w, tile + j, column, n_columns, zero_points + j * kVectors, out)
+          : unpack_int<kKind, kBits, kTiles>(w, tile + j, column, n_columns, zero_points + j * kVectors, out);
+    }
+    for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
       const int64_t n = x.n_tokens - m < kTokenGroup ? x.n_tokens - m : kTokenGroup;
-      IntBlock b;
-      b.weights = scratch;
-      b.n_pairs = pad_to(n_columns, 8) / 2;
-      b.stride = n;
-      for (int64_t t = 0; t < n; t += kTokens) {
-        b.pairs = x.pairs + m * x.n_pairs() + column / 2 * n + t;
-        b.scales = x.scales + m * n_blocks + block * n + t;
-        b.starts = w.kind == Kind::kInt4 ? x.neg8_sums + m * n_blocks + block * n + t : nullptr;
-        const int now = static_cast<int>(n - t < kTokens ? n - t : kTokens);
-        int_inner_up_to<kTilesNow, kTokens>(now, b, w_scales, y + (m + t) * ldy, ldy);
+      for (int64_t j = 0; j < n_tiles; j += kTiles) {
+        const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;
+        float* const out = sums + (j * n_tokens + (m - first) * n_now) * kTileRows;
+        const IntBlock b = {scratch + j * kTileRows * kBlock,
+                            w_scales + j * kVectors,
+                            zero_points + j * kVectors,
+                            pad_to(n_columns, 8) * kBits / 32,
+                            x.dwords + m * n_dwords + column * kBits / 32 * n,
+                            x.scales + m * n_blocks + block * n,
+                            x.neg8_sums + m * n_blocks + block * n,
+                            n};
+        n_now < kTiles ? int_group<kKind, kBits, 1>(b, out) : int_group<kKind, kBits, kTiles>(b, out);
       }
     }
   }
+  write_sums(sums, n_tokens, n_tiles, y + first * ldy + tile * kTileRows, ldy);
 }
 
-// ---- integer GEMV ---------------------------------------------------------------------------------------------------
-
-// One line of int4 (four pairs) or int8 (two) into the accumulators of its pairs. a: the line's activation pairs; those of
-// an int8 line are every second one of its eight columns.
-template <Kind kKind>
-inline void int_line(const uint32_t* line, const int32_t* a, vi (&acc)[columns_per_dword(kKind) / 2][kVectors]) {
-  prefetch(line + kPrefetchLines * 16);
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; v++) {
-    vi lanes = load_bits(line + v * kLanes);
-    keep(lanes);
-    if constexpr (kKind == Kind::kInt4) {
-      acc[0][v] = dot(acc[0][v], int4_pair<0>(lanes), splat_int(a[0]));
-      acc[1][v] = dot(acc[1][v], int4_pair<1>(lanes), splat_int(a[1]));
-      acc[2][v] = dot(acc[2][v], int4_pair<2>(lanes), splat_int(a[2]));
-      acc[3][v] = dot(acc[3][v], int4_pair<3>(lanes), splat_int(a[3]));
+// 8 columns of one vector of rows: their products are added to low, and 16 times as much to high where 16-bit activations
+// meet high nibbles that stay where they are.
+template <Kind kKind, int kBits>
+inline void gemv_octet(const uint32_t* line, int64_t next, const vi (&a)[4], vi& low, vi& high) {
+  vi x = load_bits(line);
+  keep(x);
+  if constexpr (kKind == Kind::kInt8) {
+    vi y = load_bits(line + next);
+    keep(y);
+    if constexpr (kBits == 16) {
+      low = dot(low, byte_pair<0>(x), a[0]), high = dot(high, byte_pair<1>(x), a[2]);
+      low = dot(low, byte_pair<0>(y), a[1]), high = dot(high, byte_pair<1>(y), a[3]);
     } else {
-      acc[0][v] = dot(acc[0][v], int8_pair<0>(lanes), splat_int(a[0]));
-      acc[1][v] = dot(acc[1][v], int8_pair<1>(lanes), splat_int(a[2]));
+      const vi bias = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+      low = eight_products<kKind>(low, x ^ bias, a[0], y ^ bias, a[1]);
     }
+  } else if constexpr (kBits == 16) {
+    const vi y = (vi)((vu)x >> 8);
+    low = dot(low, x & 0x000F000F, a[0]), high = dot(high, x & 0x00F000F0, a[1]);
+    low = dot(low, y & 0x000F000F, a[2]), high = dot(high, y & 0x00F000F0, a[3]);
+  } else {
+    low = dot_bytes(low, nibble_bytes<0>(x), a[0], nibble_bytes<1>(x), a[1]);
   }
 }
 
-// One token. An accumulator for each pair of a line hides the latency of the dot product; integer sums have no order.
-template <Kind kKind>
+// One token, kTilesNow tiles.
+template <Kind kKind, int kBits, int kTilesNow>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) {
-  constexpr int kPairs = columns_per_dword(kKind) / 2;
+  constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
+  const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
+  const Scales scales(w);
   const uint32_t* line = w.lines + tile * n_lines * 16;
-  const uint32_t* const end = line + n_lines * 16;
-  const uint16_t* scales = w.scales + tile * n_groups * 16;
-  const auto* a = reinterpret_cast<const int32_t*>(x.pairs);
-  vf sum[kVectors] = {};
-  for (int64_t block = 0, in_group = 0; block < n_blocks; block++) {
-    const int64_t left = (end - line) / 16, whole = (x.block + 2 * kPairs - 1) / (2 * kPairs);
-    const int64_t n = left < whole ? left : whole;
-    vi acc[kPairs][kVectors] = {};
+  const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
+  vf sum[kTilesNow][kVectors] = {};
+  for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
+    const int64_t begin = block * octets_a_block;
+    const int64_t end = begin + octets_a_block < n_octets ? begin + octets_a_block : n_octets;
+    // At the end of these tiles, what comes next is the tiles behind the last one.
+    const int64_t ahead = (end + kPrefetchOctets <= n_octets ? kPrefetchOctets * kLines
+                                                             : kPrefetchOctets * kLines + (kTilesNow - 1) * n_lines) *
+                          16;
+    vi low[kTilesNow][kVectors], high[kTilesNow][kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) acc[0][v] = splat_int(kKind == Kind::kInt4 ? x.neg8_sums[block] : 0);
-    int64_t i = 0;
-    for (; i + 2 <= n; i += 2, line += 32) {
-      int_line<kKind>(line, a, acc);
-      a += kKind == Kind::kInt4 ? 4 : 1;
-      int_line<kKind>(line + 16, a, acc);
-      a += kKind == Kind::kInt4 ? 4 : 3;
+    for (int j = 0; j < kTilesNow; j++) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        vi points = {};
+        if constexpr (kKind == Kind::kInt4z) {
+          points = zero_point_lanes(w.zero_points + ((tile + j) * n_groups + group) * 16 + v * kLanes);
+        }
+        low[j][v] = start_of_sum<kKind, kBits>(x.neg8_sums[block], points);
+        high[j][v] = vi{};
+      }
     }
-    if (i < n) {
-      int_line<kKind>(line, a, acc);
-      a += 4, line += 16;
+    for (int64_t i = begin; i < end; i++, a += kDwords, line += kLines * 16) {
+      // A second line that is not there has only zeros for activations: the first one does as well.
+      const int64_t next = kLines == 2 && (i + 1) * 2 > n_lines ? 0 : 16;
+      vi av[4];
+#pragma GCC unroll 4
+      for (int p = 0; p < kDwords; p++) av[p] = splat_int(a[p]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kTilesNow; j++) {
+#pragma GCC unroll 4
+        for (int l = 0; l < kLines; l++) prefetch(line + j * n_lines * 16 + ahead + l * 16);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+          gemv_octet<kKind, kBits>(line + j * n_lines * 16 + v * kLanes, next, av, low[j][v], high[j][v]);
+        }
+      }
     }
     const vf a_scale = splat(x.scales[block]);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) {
-      vi isum = acc[0][v];
+    for (int j = 0; j < kTilesNow; j++) {
 #pragma GCC unroll 4
-      for (int p = 1; p < kPairs; p++) isum += acc[p][v];
-      sum[v] += __builtin_convertvector(isum, vf) * (from_f16(scales + v * kLanes) * a_scale);
+      for (int v = 0; v < kVectors; v++) {
+        const vi isum = low[j][v] + (kKind == Kind::kInt8 ? high[j][v] : high[j][v] >> 4);
+        const vf w_scale = scales.lanes(((tile + j) * n_groups + group) * 16 + v * kLanes);
+        sum[j][v] += __builtin_convertvector(isum, vf) * (w_scale * a_scale);
+      }
     }
-    if (++in_group == blocks_a_group) scales += 16, in_group = 0;
+    if (++in_group == blocks_a_group) group++, in_group = 0;
   }
-  for (int v = 0; v < kVectors; v++) store(y + tile * kTileRows + v * kLanes, sum[v]);
+#pragma GCC unroll 4
+  for (int j = 0; j < kTilesNow; j++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) store(y + (tile + j) * kTileRows + v * kLanes, sum[j][v]);
+  }
+}
+
+template <Kind kKind, int kBits>
+void int_tiles(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end,
+               void* scratch) {
+  if (x.n_tokens == 1) {
+    for (; tile + kStreams <= tile_end; tile += kStreams) int_gemv<kKind, kBits, kStreams>(w, x, y, tile);
+    for (; tile < tile_end; tile++) int_gemv<kKind, kBits, 1>(w, x, y, tile);
+    return;
+  }
+  for_parts(tile, tile_end, x.n_tokens, [&](int64_t t, int64_t n_tiles, int64_t first, int64_t n_tokens) {
+    int_gemm<kKind, kBits>(w, x, y, ldy, t, n_tiles, first, n_tokens, static_cast<uint32_t*>(scratch));
+  });
 }
 
 void matmul_int(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile_begin, int64_t tile_end,
                 void* scratch) {
-  if (x.n_tokens == 1) {
-    for (int64_t tile = tile_begin; tile < tile_end; tile++) {
-      w.kind == Kind::kInt4 ? int_gemv<Kind::kInt4>(w, x, y, tile) : int_gemv<Kind::kInt8>(w, x, y, tile);
-    }
-    return;
-  }
-  auto* buffer = static_cast<uint32_t*>(scratch);
-  int64_t tile = tile_begin;
-  for (; tile + kTiles <= tile_end; tile += kTiles) int_gemm<kTiles>(w, x, y, ldy, tile, buffer);
-  for (; tile < tile_end; tile++) int_gemm<1>(w, x, y, ldy, tile, buffer);
+  const bool bytes = x.bits == 8;
+  auto run = [&](auto tiles) { tiles(w, x, y, ldy, tile_begin, tile_end, scratch); };
+  if (w.kind == Kind::kInt4) run(bytes ? int_tiles<Kind::kInt4, 8> : int_tiles<Kind::kInt4, 16>);
+  if (w.kind == Kind::kInt4z) run(bytes ? int_tiles<Kind::kInt4z, 8> : int_tiles<Kind::kInt4z, 16>);
+  if (w.kind == Kind::kInt8) run(bytes ? int_tiles<Kind::kInt8, 8> : int_tiles<Kind::kInt8, 16>);
 }
 
-// ---- float ----------------------------------------------------------------------------------------------------------
+// ---- floats ---------------------------------------------------------------------------------------------------------
 
-template <int kTilesNow, int kTokensNow>
-inline void float_inner(const float* w, int64_t n_columns, const float* x, int64_t stride, float* y, int64_t ldy) {
+// sums [token][tile][16]: the chains go on, or, with scales, sums += a block's chain * w_scale.
+template <bool kScaled, int kTilesNow, int kTokensNow>
+inline void float_inner(const float* w, const vf* w_scales, int64_t n_columns, const float* x, int64_t stride, float* sums) {
   constexpr int kV = kTilesNow * kVectors;
   vf acc[kTokensNow][kV];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kV; v++) acc[t][v] = load(y + t * ldy + v * kLanes);
+    for (int v = 0; v < kV; v++) acc[t][v] = kScaled ? vf{} : load(sums + (t * kV + v) * kLanes);
   }
   for (int64_t k = 0; k < n_columns; k++, x += stride, w += kV * kLanes) {
     vf wv[kV];
@@ -269,38 +431,66 @@ inline void float_inner(const float* w, int64_t n_columns, const float* x, int64
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kV; v++) store(y + t * ldy + v * kLanes, acc[t][v]);
+    for (int v = 0; v < kV; v++) {
+      float* sum = sums + (t * kV + v) * kLanes;
+      store(sum, kScaled ? load(sum) + acc[t][v] * w_scales[v] : acc[t][v]);
+    }
   }
 }
 
-template <int kTilesNow, int kTokensNow>
-inline void float_inner_up_to(int n, const float* w, int64_t n_columns, const float* x, int64_t stride, float* y,
-                              int64_t ldy) {
+template <bool kScaled, int kTilesNow, int kTokensNow>
+inline void float_inner_up_to(int64_t n, const float* w, const vf* w_scales, int64_t n_columns, const float* x,
+                              int64_t stride, float* sums) {
   if constexpr (kTokensNow > 1) {
-    if (n < kTokensNow) return float_inner_up_to<kTilesNow, kTokensNow - 1>(n, w, n_columns, x, stride, y, ldy);
+    if (n < kTokensNow) {
+      return float_inner_up_to<kScaled, kTilesNow, kTokensNow - 1>(n, w, w_scales, n_columns, x, stride, sums);
+    }
   }
-  float_inner<kTilesNow, kTokensNow>(w, n_columns, x, stride, y, ldy);
+  float_inner<kScaled, kTilesNow, kTokensNow>(w, w_scales, n_columns, x, stride, sums);
 }
 
-template <Kind kKind, int kTilesNow>
-void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile, float* scratch) {
-  y += tile * kTileRows;
-  for (int64_t m = 0; m < x.n_tokens; m++) {
-    for (int i = 0; i < kTilesNow * kTileRows; i += kLanes) store(y + m * ldy + i, vf{});
+template <bool kScaled, int kTilesNow>
+void float_group(const float* w, const vf* w_scales, int64_t n_columns, const float* x, int64_t stride, float* sums) {
+  for (int64_t t = 0; t < stride; t += kTokens, sums += kTokens * kTilesNow * kTileRows) {
+    const int64_t n = stride - t < kTokens ? stride - t : kTokens;
+    float_inner_up_to<kScaled, kTilesNow, kTokens>(n, w, w_scales, n_columns, x + t, stride, sums);
   }
+}
+
+template <Kind kKind>
+void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles,
+                int64_t first, int64_t n_tokens, float* scratch) {
+  constexpr bool kScaled = is_codebook(kKind);
+  float* const sums = scratch + kGemmTiles * kTileRows * kBlock;  // [panel][token][tile][16]
+  for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
+  const Scales scales(w);
+  const int64_t n_groups = w.n_groups(), block = kScaled ? w.block() : kBlock;
   const int64_t end = pad_to(w.n_columns, columns_per_dword(kKind));
-  for (int64_t column = 0; column < end; column += kBlock) {
-    const int64_t n_columns = end - column < kBlock ? end - column : kBlock;
-    unpack_float<kKind, kTilesNow>(w, tile, column, n_columns, scratch);
-    for (int64_t m = 0; m < x.n_tokens; m += kTokenGroup) {
+  for (int64_t column = 0; column < end; column += block) {
+    const int64_t n_columns = end - column < block ? end - column : block;
+    vf w_scales[kGemmTiles * kVectors];
+    for (int64_t i = 0; kScaled && i < n_tiles * kVectors; i++) {
+      const int64_t at = (tile + i / kVectors) * n_groups + column / w.group_size;
+      w_scales[i] = scales.lanes(at * 16 + i % kVectors * kLanes);
+    }
+    for (int64_t j = 0; j < n_tiles; j += kTiles) {
+      float* const out = scratch + j * kTileRows * kBlock;
+      n_tiles - j < kTiles ? unpack_float<kKind, 1>(w, tile + j, column, n_columns, out)
+                           : unpack_float<kKind, kTiles>(w, tile + j, column, n_columns, out);
+    }
+    for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
       const int64_t n = x.n_tokens - m < kTokenGroup ? x.n_tokens - m : kTokenGroup;
-      for (int64_t t = 0; t < n; t += kTokens) {
-        const int now = static_cast<int>(n - t < kTokens ? n - t : kTokens);
-        const float* values = x.values + m * x.n_padded() + column * n + t;
-        float_inner_up_to<kTilesNow, kTokens>(now, scratch, n_columns, values, n, y + (m + t) * ldy, ldy);
+      const float* values = x.values + m * x.n_padded() + column * n;
+      for (int64_t j = 0; j < n_tiles; j += kTiles) {
+        const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;
+        const float* const weights = scratch + j * kTileRows * kBlock;
+        float* const out = sums + (j * n_tokens + (m - first) * n_now) * kTileRows;
+        n_now < kTiles ? float_group<kScaled, 1>(weights, w_scales + j * kVectors, n_columns, values, n, out)
+                       : float_group<kScaled, kTiles>(weights, w_scales + j * kVectors, n_columns, values, n, out);
       }
     }
   }
+  write_sums(sums, n_tokens, n_tiles, y + first * ldy + tile * kTileRows, ldy);
 }
 
 // One token, kTilesNow tiles at once: their chains hide the latency of the fused multiply-add.
@@ -316,7 +506,7 @@ void float_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t ti
 #pragma GCC unroll 4
     for (int j = 0; j < kTilesNow; j++) {
       const uint32_t* line = lines + (j * n_lines + i) * 16;
-      prefetch(line + kPrefetchLines / 2 * 16);
+      prefetch(line + 2 * kPrefetchOctets * 16);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         const vi lanes = load_bits(line + v * kLanes);
@@ -331,22 +521,82 @@ void float_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t ti
   }
 }
 
+template <int kColumn, int kTilesNow>
+inline void add_levels(const Levels& levels, const vi (&lines)[kTilesNow][kVectors], const float* x,
+                       vf (&acc)[kTilesNow][kVectors]) {
+  const vf xv = splat(x[kColumn]);
+#pragma GCC unroll 4
+  for (int j = 0; j < kTilesNow; j++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) acc[j][v] = fma(level_column<kColumn>(levels, lines[j][v]), xv, acc[j][v]);
+  }
+  if constexpr (kColumn < 7) add_levels<kColumn + 1>(levels, lines, x, acc);
+}
+
+template <Kind kKind, int kTilesNow>
+void codebook_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t tile) {
+  const Levels levels(kKind == Kind::kNf4 ? kNf4Levels : kFp4Levels);
+  const Scales scales(w);
+  const int64_t n_lines = w.n_lines(), n_groups = w.n_groups(), lines_a_block = (w.block() + 7) / 8;
+  const int64_t blocks_a_group = (w.group_size + w.block() - 1) / w.block();
+  const uint32_t* line = w.lines + tile * n_lines * 16;
+  vf sum[kTilesNow][kVectors] = {};
+  for (int64_t begin = 0, block = 0; begin < n_lines; begin += lines_a_block, block++) {
+    const int64_t end = begin + lines_a_block < n_lines ? begin + lines_a_block : n_lines;
+    vf acc[kTilesNow][kVectors] = {};
+    for (int64_t i = begin; i < end; i++, line += 16) {
+      vi lanes[kTilesNow][kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kTilesNow; j++) {
+        prefetch(line + (j * n_lines + kPrefetchOctets) * 16);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+          lanes[j][v] = load_bits(line + j * n_lines * 16 + v * kLanes);
+          keep(lanes[j][v]);
+        }
+      }
+      add_levels<0>(levels, lanes, x.values + i * 8, acc);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < kTilesNow; j++) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        sum[j][v] += acc[j][v] * scales.lanes(((tile + j) * n_groups + block / blocks_a_group) * 16 + v * kLanes);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < kTilesNow; j++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) store(y + (tile + j) * kTileRows + v * kLanes, sum[j][v]);
+  }
+}
+
+template <Kind kKind, int kTilesNow>
+void any_float_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t tile) {
+  if constexpr (is_codebook(kKind)) codebook_gemv<kKind, kTilesNow>(w, x, y, tile);
+  if constexpr (is_float(kKind)) float_gemv<kKind, kTilesNow>(w, x, y, tile);
+}
+
 template <Kind kKind>
 void float_tiles(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end,
-                 float* scratch) {
+                 void* scratch) {
   if (x.n_tokens == 1) {
-    for (; tile + 4 <= tile_end; tile += 4) float_gemv<kKind, 4>(w, x, y, tile);
-    for (; tile < tile_end; tile++) float_gemv<kKind, 1>(w, x, y, tile);
+    for (; tile + 4 <= tile_end; tile += 4) any_float_gemv<kKind, 4>(w, x, y, tile);
+    for (; tile < tile_end; tile++) any_float_gemv<kKind, 1>(w, x, y, tile);
     return;
   }
-  for (; tile + kTiles <= tile_end; tile += kTiles) float_gemm<kKind, kTiles>(w, x, y, ldy, tile, scratch);
-  for (; tile < tile_end; tile++) float_gemm<kKind, 1>(w, x, y, ldy, tile, scratch);
+  for_parts(tile, tile_end, x.n_tokens, [&](int64_t t, int64_t n_tiles, int64_t first, int64_t n_tokens) {
+    float_gemm<kKind>(w, x, y, ldy, t, n_tiles, first, n_tokens, static_cast<float*>(scratch));
+  });
 }
 
 void matmul_float(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile_begin, int64_t tile_end,
                   void* scratch) {
-  auto* buffer = static_cast<float*>(scratch);
-  if (w.kind == Kind::kF16) float_tiles<Kind::kF16>(w, x, y, ldy, tile_begin, tile_end, buffer);
-  if (w.kind == Kind::kBf16) float_tiles<Kind::kBf16>(w, x, y, ldy, tile_begin, tile_end, buffer);
-  if (w.kind == Kind::kF32) float_tiles<Kind::kF32>(w, x, y, ldy, tile_begin, tile_end, buffer);
+  auto run = [&](auto tiles) { tiles(w, x, y, ldy, tile_begin, tile_end, scratch); };
+  if (w.kind == Kind::kNf4) run(float_tiles<Kind::kNf4>);
+  if (w.kind == Kind::kFp4) run(float_tiles<Kind::kFp4>);
+  if (w.kind == Kind::kF16) run(float_tiles<Kind::kF16>);
+  if (w.kind == Kind::kBf16) run(float_tiles<Kind::kBf16>);
+  if (w.kind == Kind::kF32) run(float_tiles<Kind::kF32>);
 }

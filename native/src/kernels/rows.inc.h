@@ -61,11 +61,12 @@ inline Place place_of(int64_t m, int64_t n_tokens, int64_t stride) {
   return {first * stride + (m - first), left < kTokenGroup ? left : kTokenGroup};
 }
 
-// a_scale = max|x| / 32767 over a block, a = round_half_even(x / a_scale). A block whose scale would be subnormal holds
-// zeros; one with NaN or infinity has the scale NaN, which every product with it then has too.
+// a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A block whose scale would be
+// subnormal holds zeros; one with NaN or infinity has the scale NaN, which every product with it then has too.
 void prepare_int(const float* x, int64_t m, const IntActivations& out) {
-  const Place pairs = place_of(m, out.n_tokens, out.n_pairs());
+  const Place dwords = place_of(m, out.n_tokens, out.n_dwords());
   const Place blocks = place_of(m, out.n_tokens, out.n_blocks());
+  uint32_t* p = out.dwords + dwords.offset;
   for (int64_t block = 0; block < out.n_blocks(); block++) {
     const int64_t column = block * out.block;
     const int64_t n = out.n_columns - column < out.block ? out.n_columns - column : out.block;
@@ -78,7 +79,7 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
     int32_t top_bits = 0;
     for (int i = 0; i < kLanes; i++) top_bits = top[i] > top_bits ? top[i] : top_bits;
 
-    float scale = __builtin_bit_cast(float, top_bits) / 32767.0f;
+    float scale = __builtin_bit_cast(float, top_bits) / (out.bits == 8 ? 127.0f : 32767.0f);
     if (top_bits >= 0x7F800000) scale = __builtin_nanf("");
     const bool zero = !(scale >= 0x1p-126f);
     if (zero && scale == scale) scale = 0.0f;
@@ -98,14 +99,22 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
     }
     out.scales[blocks.offset + block * blocks.step] = scale;
     out.neg8_sums[blocks.offset + block * blocks.step] = -8 * sum;
-    uint32_t* p = out.pairs + pairs.offset + column / 2 * pairs.step;
     for (int64_t i = 0; i < pad_to(n, 8); i += 8) {
       const int32_t* c = codes + i;
       auto pair = [&](int low, int high) {
         *p = (static_cast<uint32_t>(c[low]) & 0xFFFFu) | static_cast<uint32_t>(c[high]) << 16;
-        p += pairs.step;
+        p += dwords.step;
       };
-      pair(0, 2), pair(4, 6), pair(1, 3), pair(5, 7);
+      auto four = [&](int first) {
+        *p = 0;
+        for (int b = 3; b >= 0; b--) *p = *p << 8 | (static_cast<uint32_t>(c[first + b]) & 0xFFu);
+        p += dwords.step;
+      };
+      if (out.bits == 8) {
+        four(0), four(4);
+      } else {
+        pair(0, 2), pair(4, 6), pair(1, 3), pair(5, 7);
+      }
     }
   }
 }
@@ -116,13 +125,22 @@ void prepare_float(const float* x, int64_t m, const FloatActivations& out) {
   for (int64_t k = 0; k < out.n_padded(); k++, p += place.step) *p = x[k];
 }
 
+// Four streams, as in the GEMV: on some machines one alone does not keep the memory busy.
 uint32_t read(const void* data, int64_t nbytes) {
   const auto* p = static_cast<const uint8_t*>(data);
+  const int64_t stream = nbytes / 256 * 64;
   vi sums[kVectors] = {};
-  for (int64_t i = 0; i < nbytes; i += 64) {
-    prefetch(p + i + 4096);
-    for (int v = 0; v < kVectors; v++) sums[v] ^= load_bits(p + i + v * kLanes * 4);
+  auto take = [&](const uint8_t* line) {
+    for (int v = 0; v < kVectors; v++) sums[v] ^= load_bits(line + v * kLanes * 4);
+  };
+  for (int64_t i = 0; i < stream; i += 64) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      prefetch(p + j * stream + i + 1024);
+      take(p + j * stream + i);
+    }
   }
+  for (int64_t i = 4 * stream; i < nbytes; i += 64) take(p + i);
   uint32_t out = 0;
   for (int v = 0; v < kVectors; v++) {
     for (int i = 0; i < kLanes; i++) out ^= static_cast<uint32_t>(sums[v][i]);

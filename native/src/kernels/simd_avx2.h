@@ -4,11 +4,20 @@ constexpr int kLanes = 8;
 #include "vector_types.h"
 
 constexpr int kTokens = 6;
+constexpr int kByteTokens = 4;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
+constexpr int kStreams = 2;
+constexpr bool kWideBytes = false;
 
 inline const char* dot_instruction() { return "vpmaddwd ymm"; }
 
 inline vi dot(vi acc, vi w, vi a) { return acc + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)a); }
+// Two products of a weight below 16 and an activation lie within 3810, four within int16.
+inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  const __m256i first = _mm256_maddubs_epi16((__m256i)w0, (__m256i)a0);
+  const __m256i pairs = _mm256_add_epi16(first, _mm256_maddubs_epi16((__m256i)w1, (__m256i)a1));
+  return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline vf sqrt_of(float x) { return (vf)_mm256_sqrt_ps(_mm256_set1_ps(x)); }
 inline vf f16_lanes(vu h) {
@@ -22,3 +31,13 @@ inline void to_f16(vf x, uint16_t* p) {
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 // Keeps x in a register: without it, each use is folded into a load of its own.
 inline void keep(vi& x) { asm("" : "+x"(x)); }
+
+struct Levels {
+  __m256 low, high;
+  explicit Levels(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+  vf of(vi index) const {  // a permutation looks at three bits; the fourth, moved into the sign, chooses between two
+    const __m256i i = (__m256i)index;
+    return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                                (__m256)_mm256_slli_epi32(i, 28));
+  }
+};

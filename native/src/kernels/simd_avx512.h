@@ -4,14 +4,28 @@ constexpr int kLanes = 16;
 #include "vector_types.h"
 
 constexpr int kTokens = 12;
+constexpr int kByteTokens = 12;  // the same, with activations of 8 bits
 constexpr int kTiles = 2;
+constexpr int kStreams = 4;
 
 #ifdef W4CONV_VNNI
 inline const char* dot_instruction() { return "vpdpwssd zmm"; }
 inline vi dot(vi acc, vi w, vi a) { return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, (__m512i)a); }
+constexpr bool kWideBytes = true;
+inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  acc = (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w0, (__m512i)a0);
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w1, (__m512i)a1);
+}
 #else
 inline const char* dot_instruction() { return "vpmaddwd zmm"; }
 inline vi dot(vi acc, vi w, vi a) { return acc + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)a); }
+constexpr bool kWideBytes = false;
+// Two products of a weight below 16 and an activation lie within 3810, four within int16.
+inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  const __m512i first = _mm512_maddubs_epi16((__m512i)w0, (__m512i)a0);
+  const __m512i pairs = _mm512_add_epi16(first, _mm512_maddubs_epi16((__m512i)w1, (__m512i)a1));
+  return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
 #endif
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline vf sqrt_of(float x) { return (vf)_mm512_sqrt_ps(_mm512_set1_ps(x)); }
@@ -25,3 +39,9 @@ inline void to_f16(vf x, uint16_t* p) {
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 // Keeps x in a register: without it, each use is folded into a load of its own.
 inline void keep(vi& x) { asm("" : "+v"(x)); }
+
+struct Levels {
+  __m512 all;
+  explicit Levels(const float* p) : all(_mm512_loadu_ps(p)) {}
+  vf of(vi index) const { return (vf)_mm512_permutexvar_ps((__m512i)index, all); }
+};

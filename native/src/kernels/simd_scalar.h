@@ -6,7 +6,11 @@ constexpr int kLanes = 4;
 
 // Tokens and row tiles that an inner kernel holds in registers.
 constexpr int kTokens = 2;
+constexpr int kByteTokens = 2;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
+constexpr int kStreams = 1;  // tiles that a GEMV reads side by side
+// Whether dot_bytes takes any unsigned byte as a weight, or only codes of 4 bits.
+constexpr bool kWideBytes = false;
 
 inline const char* dot_instruction() { return "multiply"; }
 
@@ -14,6 +18,14 @@ inline const char* dot_instruction() { return "multiply"; }
 inline vi dot(vi acc, vi w, vi a) {
   const vi low = ((w << 16) >> 16) * ((a << 16) >> 16);
   return acc + low + (w >> 16) * (a >> 16);
+}
+// acc + the sums of four products of bytes, twice: weights unsigned, activations signed and above -128.
+inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  const auto pairs = [](vi x) { return (vi)((vu)x >> 8 & 0x00FF00FFu); };
+  const auto signed_even = [](vi x) { return (vi)((vs)((vs)x << 8) >> 8); };
+  const auto signed_odd = [](vi x) { return (vi)((vs)x >> 8); };
+  acc = dot(dot(acc, w0 & 0x00FF00FF, signed_even(a0)), pairs(w0), signed_odd(a0));
+  return dot(dot(acc, w1 & 0x00FF00FF, signed_even(a1)), pairs(w1), signed_odd(a1));
 }
 inline vf fma(vf a, vf b, vf c) {
   vf out;
@@ -55,3 +67,14 @@ inline void to_f16(vf x, uint16_t* p) {
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void keep(vi&) {}
+
+// The 16 levels of a codebook, by the low 4 bits of each lane; the bits above may be anything.
+struct Levels {
+  const float* levels;
+  explicit Levels(const float* p) : levels(p) {}
+  vf of(vi index) const {
+    vf out;
+    for (int i = 0; i < kLanes; i++) out[i] = levels[index[i] & 15];
+    return out;
+  }
+};
