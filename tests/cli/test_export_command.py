@@ -50,7 +50,7 @@ def test_same_bytes_by_pipe_and_file(w4: Runner, container: Path, tmp_path: Path
 
 def test_errors(w4: Runner, container: Path, checkpoint: Path, tmp_path: Path) -> None:
     w4("export", container, "o").failed(2, "Missing option '--to'")
-    w4("export", container, "o", "--to", "onnx").failed(2, "unknown format 'onnx'", "gguf")
+    w4("export", container, "o", "--to", "exl2").failed(2, "unknown format 'exl2'", "gguf")
     w4("export", container, "-", "--to", "safetensors").failed(2, "standard output")
     w4("export", checkpoint, "o", "--to", "gguf").failed(3, "a directory")
     w4("export", "absent.w4", "o", "--to", "gguf").failed(3, "absent.w4")

@@ -376,7 +376,7 @@ def test_dry_run_writes_nothing_and_says_the_same_sizes(tmp_path: Path, to: str)
     assert planned.exact in (None, written.exact)
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [to for to in FORMATS if to != "onnx"])  # which rounds nothing
 def test_nothing_is_left_when_a_value_does_not_fit(tmp_path: Path, to: str) -> None:
     source_config = {"tie_word_embeddings": False}
     path = recoded(
@@ -429,7 +429,7 @@ def test_output_paths(tmp_path: Path) -> None:
 
 
 def test_unknown_words(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown format 'onnx'"):
-        export(tmp_path / "x.w4", tmp_path / "out", to="onnx")
+    with pytest.raises(UsageError, match="unknown format 'openvino'"):
+        export(tmp_path / "x.w4", tmp_path / "out", to="openvino")
     with pytest.raises(UsageError, match="unknown dtype 'f8'"):
         export(tmp_path / "x.w4", tmp_path / "out", to="gguf", dtype="f8")

@@ -307,7 +307,7 @@ def test_missing_tokenizer_is_noted(tmp_path):
         ("pytorch_model.bin", b"PK\3\4", "can run any code"),
         ("model.pt", b"", "can run any code"),
         ("legacy", b"\x80\x02}", "can run any code"),
-        ("model.onnx", b"\x08\x07", "ONNX is not supported"),
+        ("decoder.onnx", b"\x08\x07", "ONNX is not supported"),
         ("weights.npz", b"PK\3\4", "MLX or numpy is not supported"),
         ("README", b"text", "this file's format is not supported"),
     ],

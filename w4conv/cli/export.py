@@ -14,7 +14,7 @@ from w4conv.cli._progress import progress_bar
 if TYPE_CHECKING:
     from w4conv.export.report import ExportReport, ExportTotal
 
-FORMATS = ("safetensors", "gguf", "compressed-tensors", "gptq", "awq", "mlx")
+FORMATS = ("safetensors", "gguf", "compressed-tensors", "gptq", "awq", "mlx", "onnx")
 DTYPES = ("f16", "bf16", "f32")
 EPILOG = """\
 \b

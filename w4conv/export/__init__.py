@@ -27,6 +27,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "gptq": "gptq",
     "awq": "awq",
     "mlx": "mlx",
+    "onnx": "onnx",
 }
 FORMATS: Final = tuple(_MODULES)
 DTYPES: Final = ("f16", "bf16", "f32")
@@ -47,10 +48,10 @@ def export(
 ) -> ExportReport:
     """Write the container `path` as `out` in another format.
 
-    to: one of FORMATS; "gguf" is a file ("-" is standard output), the others are directories in the layout of
-    Hugging Face. dtype: "f16", "bf16" or "f32", for tensors that the format does not hold coded; None is the default of
-    the format. max_shard_size: most bytes of tensors in one safetensors file ("5GB", or a number). dry_run: plan and
-    check everything but values, write nothing.
+    to: one of FORMATS; "gguf" is a file ("-" is standard output), the others are directories, in the layout of
+    Hugging Face but for "onnx". dtype: "f16", "bf16" or "f32", for tensors that the format does not hold coded; None is
+    the default of the format. max_shard_size: most bytes of tensors in one safetensors file ("5GB", or a number).
+    dry_run: plan and check everything but values, write nothing.
 
     The report says of every kind of tensor whether its float32 values are those of the container; rounding is measured,
     not assumed. The output appears whole under its name or not at all; the same container and options give the same

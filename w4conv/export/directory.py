@@ -14,7 +14,7 @@ from w4conv.container import STDOUT
 from w4conv.errors import OutputError, UsageError
 
 # What a directory may hold to count as a model, so that --overwrite never removes anything else.
-_MODEL_SUFFIXES: Final = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md")
+_MODEL_SUFFIXES: Final = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md", ".onnx", ".onnx.data")
 
 
 def check_directory(path: Path, nbytes: int, *, overwrite: bool) -> None:

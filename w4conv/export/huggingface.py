@@ -59,7 +59,7 @@ class HuggingFacePlan(Plan):
         self.tensors = tensors
         self.notes = notes
         self._shards = _shards(tensors, options.max_shard_nbytes, writer)
-        config = _config(model.config, dtype) | dict(quantization or {})
+        config = plain_config(model.config, dtype) | dict(quantization or {})
         self._sidecars = {name: data for name, data in sorted(model.blobs.items()) if name != "config.json"}
         self._sidecars |= {**(sidecars or {}), "config.json": _json(config)}
         if len(self._shards) > 1:
@@ -131,7 +131,7 @@ def _index(shards: Sequence[_Shard]) -> bytes:
     return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of the container, with the type of the new weights and without what said how the old were coded."""
     out = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
     for key in [key for key in ("torch_dtype", "dtype") if key in out] or ["torch_dtype"]:

@@ -20,13 +20,17 @@ W4_MAGIC: Final = b"\x89W4C"
 
 
 def open_source(path: Path, *, raw: bool = False) -> Source:
-    """Open a checkpoint: a Hugging Face directory or a GGUF file. Links are followed.
+    """Open a checkpoint: a Hugging Face directory, a GGUF file, or a directory of ONNX. Links are followed.
 
     raw: a GGUF file of any architecture, its tensors under the names and in the order of rows that it has.
     Reads headers and sidecars only. Raises InputError, saying what the path is and what to do, for anything else.
     """
     path = Path(path)
     if path.is_dir():
+        if (path / "model.onnx").is_file() and not any(path.glob("*.safetensors*")):
+            from w4conv.sources.onnx import open_onnx  # onnx is an optional package
+
+            return open_onnx(path)
         return open_huggingface(path)
     if not path.exists():
         raise InputError(f"{path}: no such file or directory{_near_name(path)}")
@@ -44,7 +48,7 @@ def open_source(path: Path, *, raw: bool = False) -> Source:
         return open_gguf(path, raw=raw)
     if suffix == ".w4" or magic == W4_MAGIC:
         raise InputError(f"{path}: already converted: this is a .w4 file, not a checkpoint")
-    if suffix == ".safetensors" or path.name.endswith(".index.json") or path.name == "config.json":
+    if suffix == ".safetensors" or path.name.endswith(".index.json") or path.name in ("config.json", "model.onnx"):
         raise InputError(
             f"{path}: name the directory that holds it, {path.parent}: the model needs its config.json too"
         )

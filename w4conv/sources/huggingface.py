@@ -104,14 +104,8 @@ class HuggingFaceSource(Source):
 def open_huggingface(directory: Path) -> HuggingFaceSource:
     """Open a directory. Raises InputError naming the file or tensor that is missing, ambiguous or unsupported."""
     _check_is_model(directory)
-    blobs = {CONFIG: read_small(directory / CONFIG)}
+    blobs, files = read_sidecars(directory)
     config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
-    files = [directory / CONFIG]
-    for name in SIDECARS:
-        if (directory / name).exists():
-            cap = MAX_TOKENIZER_BYTES if name == "tokenizer.json" else None
-            blobs[name] = read_small(directory / name, **({"cap": cap} if cap else {}))
-            files.append(directory / name)
     notes = []
     if "tokenizer.json" not in blobs:
         used, note = _rebuild_tokenizer(directory, blobs)
@@ -162,6 +156,17 @@ def _rebuild_tokenizer(directory: Path, blobs: dict[str, bytes]) -> tuple[list[P
     except UnknownTokenizerError as error:
         return [], missing.format(f", and {error}")
     return files, "Rebuilt from tokenizer.model: tokenizer.json."
+
+
+def read_sidecars(directory: Path) -> tuple[dict[str, bytes], list[Path]]:
+    """config.json and what travels with it, and the files that they are. Raises InputError."""
+    blobs, files = {CONFIG: read_small(directory / CONFIG)}, [directory / CONFIG]
+    for name in SIDECARS:
+        if (directory / name).exists():
+            cap = MAX_TOKENIZER_BYTES if name == "tokenizer.json" else None
+            blobs[name] = read_small(directory / name, **({"cap": cap} if cap else {}))
+            files.append(directory / name)
+    return blobs, files
 
 
 def _check_is_model(directory: Path) -> None:
