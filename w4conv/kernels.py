@@ -139,6 +139,11 @@ def read(data: npt.NDArray[np.uint8], *, threads: int) -> int:
     return lines.size
 
 
+def multiply_registers(*, floats: bool, threads: int) -> int:
+    """Dot products of the tier in use from registers, nothing else; returns how many multiplications that was."""
+    return _native.multiply_registers(_pool(threads), floats)
+
+
 def product(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: int | None = None) -> F32Array:
     """a (m, k) times the transpose of b (n, k): (m, n) float32, the same bits on every tier and for any threads."""
     lines = pack_float(np.ascontiguousarray(b), "F32", F32, threads=threads)

@@ -187,6 +187,15 @@ uint32_t read_all(Pool& pool, const Bytes& data) {
   return out;
 }
 
+// Multiply from registers on every thread; returns the number of multiplications.
+int64_t multiply_registers(Pool& pool, bool floats) {
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  std::atomic<int64_t> out{0};
+  pool.run(64 * pool.n_threads(), [&](int64_t, int) { out += floats ? k.peak_float() : k.peak_int(); });
+  return out;
+}
+
 // A Model behind a lock: one forward pass at a time.
 struct BoundModel {
   Model model;
@@ -380,6 +389,7 @@ NB_MODULE(_native, m) {
 
   m.def("explain_lost_pages", &explain_lost_pages);
   m.def("read", &read_all, "pool"_a, "data"_a);
+  m.def("multiply_registers", &multiply_registers, "pool"_a, "floats"_a);
 
   nb::class_<Session>(m, "Session")
       .def_prop_ro("n_tokens", [](const Session& s) { return s.n_tokens; })

@@ -157,6 +157,9 @@ struct Kernels {
 
   // Reads nbytes (a multiple of 64, aligned to 4) and returns a word that depends on all of them: the ceiling of decode.
   uint32_t (*read)(const void* data, int64_t nbytes);
+  // Some 1e7 multiplications of a dot product, from registers; returns how many: the ceiling of prefill.
+  int64_t (*peak_int)();
+  int64_t (*peak_float)();
 
   // Whether the dot product of this tier is the one its name promises; for the test that a forced tier really ran.
   const char* (*dot_name)();

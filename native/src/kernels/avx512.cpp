@@ -12,6 +12,7 @@ namespace {
 #include "attention.inc.h"
 #include "convert.inc.h"
 #include "calibrated.inc.h"
+#include "peak.inc.h"
 }  // namespace
 }  // namespace avx512
 
