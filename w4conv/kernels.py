@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from w4conv.scheme import F32, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
+PASS_TOKENS: int = _native.MAX_TOKENS  # tokens that pass through the engine together, at most
 VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 
 
@@ -211,12 +213,51 @@ def _pool(n_threads: int) -> _native.Pool:
     return _native.Pool(n_threads)
 
 
+class AllowedCpus(NamedTuple):
+    """CPUs that this process may use: by affinity, the physical cores among them, and those that cgroups grant (or
+    None)."""
+
+    cpus: int
+    cores: int
+    quota: float | None
+
+    @property
+    def default_threads(self) -> int:
+        """One for each core, as the second thread of a core adds no bandwidth; none that would wait for its quota."""
+        return max(1, min(self.cores, int(self.quota) if self.quota is not None else self.cores))
+
+    @property
+    def most_threads(self) -> int:
+        """More would take turns."""
+        return min(self.cpus, math.ceil(self.quota) if self.quota is not None else self.cpus)
+
+    def __str__(self) -> str:
+        cores = "" if self.cores == self.cpus else f" on {self.cores} cores"
+        quota = "no cgroup quota" if self.quota is None else f"a cgroup quota of {self.quota:g}"
+        return f"{self.cpus} CPUs{cores} by affinity, {quota}"
+
+
 @functools.cache
+def allowed_cpus() -> AllowedCpus:
+    root = Path("/")
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return AllowedCpus(len(cpus), _cores(root, cpus), _cgroup_cpus(root))
+
+
 def default_threads() -> int:
-    """Threads to use unless told: CPUs that this process may run on, limited by the cgroup's CPU quota."""
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cpus(Path("/"))
-    return max(1, min(n, int(quota) if quota is not None else n))
+    """Threads to use unless told: physical cores that this process may run on, limited by the cgroup's CPU quota."""
+    return allowed_cpus().default_threads
+
+
+def _cores(root: Path, cpus: set[int]) -> int:
+    """Sets of CPUs that share a core; a CPU of which the system does not tell is a core of its own."""
+    found = set()
+    for cpu in cpus:
+        try:
+            found.add((root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            found.add(str(cpu))
+    return len(found)
 
 
 def _cgroup_cpus(root: Path) -> float | None:

@@ -14,24 +14,13 @@ from w4conv.errors import FormatError, UsageError
 from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
 from w4conv.measure.layerwise import ScoredBlock, layered_nlls, scored_logits
-from w4conv.measure.perplexity import (
-    DEFAULT_CTX,
-    Estimate,
-    F64Array,
-    Increase,
-    Windows,
-    estimate,
-    increase,
-    make_windows,
-    token_nlls,
-)
+from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
-from w4conv.measure.texts import Text, load_text
+from w4conv.measure.text_windows import cut_text, settle
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.generic import GENERIC, refuse_to_run
 from w4conv.runtime.engine import Model
 from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
-from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources import open_source
 
 
@@ -144,7 +133,7 @@ def verify(
             return report([str(error)], intact=False)
         measurement = None
         if ppl:  # before the longer work, so that a missing or short text is told at once
-            measurement = _Measurement(container, text, convention or "llama.cpp", ctx, chunks, threads)
+            measurement = _Measurement(container, text, convention, ctx, chunks, threads)
         round_trip = perplexity = None
         failures: list[str] = []
         if against is not None:
@@ -190,27 +179,16 @@ class _Measurement:
     """Perplexity of a container, prepared: text cut into windows of tokens."""
 
     def __init__(
-        self, container: Container, text: str | os.PathLike[str] | None, convention: str, ctx: int | None,
+        self, container: Container, text: str | os.PathLike[str] | None, convention: str | None, ctx: int | None,
         chunks: int | None, threads: int | None,
     ) -> None:  # fmt: skip
-        if convention not in DEFAULT_CTX:
-            raise UsageError(f"convention {convention!r} is not one of {', '.join(DEFAULT_CTX)}")
-        self._container, self._convention, self._threads = container, convention, threads
-        self._ctx = DEFAULT_CTX[convention] if ctx is None else ctx
+        self._container, self._threads = container, threads
+        convention, self._ctx = settle(convention, ctx)
         refuse_to_run(container.path, container.provenance)
         with Model(container, threads=threads, ctx=self._ctx):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
-        tokenizer = Tokenizer(container.blobs)
-        self._text: Text = load_text(None if text is None else Path(text))
-        words = self._text.joined_rows() if convention == "gptq" else self._text.content
-        self._adds_bos = tokenizer.adds_bos
-        self._windows: Windows = make_windows(
-            tokenizer.encode(words),
-            convention=convention,
-            ctx=self._ctx,
-            bos_id=tokenizer.bos_id if tokenizer.adds_bos else None,
-            chunks=chunks,
-        )
+        self._cut = cut_text(container, text, convention=convention, ctx=self._ctx, chunks=chunks)
+        self._windows = self._cut.windows
 
     def run(self, against: str | os.PathLike[str] | None, progress: Progress, *, kld: bool = False) -> PerplexityReport:
         theirs = divergence = None
@@ -228,12 +206,12 @@ class _Measurement:
                     ours = self._nlls(progress)
                     theirs = layered_nlls(self._scored([base], progress), self._windows)
         return PerplexityReport(
-            text=self._text.name,
-            text_sha256=self._text.sha256,
+            text=self._cut.text.name,
+            text_sha256=self._cut.text.sha256,
             text_tokens=self._windows.n_text_tokens,
-            convention=self._convention,
+            convention=self._cut.convention,
             ctx=self._ctx,
-            adds_bos=self._adds_bos,
+            adds_bos=self._cut.adds_bos,
             n_windows=len(self._windows.tokens),
             n_scored=self._windows.n_scored,
             container=estimate(ours),

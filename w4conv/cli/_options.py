@@ -10,10 +10,29 @@ import typer
 
 from w4conv.errors import UsageError
 
+
+def _can_run(threads: int | None) -> int | None:
+    """Raises UsageError for more threads than could run at a time."""
+    if threads is None or threads == 1:
+        return threads  # without a look at the machine
+    from w4conv import kernels
+
+    allowed = kernels.allowed_cpus()
+    if threads > allowed.most_threads:
+        raise UsageError(
+            f"{threads} threads would take turns on what this process may use: {allowed}. "
+            f"Ask for at most {allowed.most_threads}, or leave --threads out for {allowed.default_threads}"
+        )
+    return threads
+
+
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", "-t", min=1, max=1024, metavar="N", help="Threads [default: CPUs this process may use]"),
-]
+    typer.Option(
+        "--threads", "-t", min=1, max=1024, metavar="N", callback=_can_run,
+        help="Threads [default: cores this process may use]",
+    ),
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output")]
 
 

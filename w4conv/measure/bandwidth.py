@@ -1,22 +1,27 @@
-"""What the machine can read: the ceiling that decoding is held against."""
+"""What the machine can read and multiply: the ceilings that decode and prefill are held against."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from w4conv import kernels
 from w4conv.container import Container
 
-LEAST_NBYTES = 1 << 16  # smaller parts say more of the calls than of the memory
-
 
 def read_gbs(container: Container, *, threads: int) -> float:
-    """GB/s (1e9 bytes) of one plain read of the container's parts in place, by the same threads as decoding.
-
-    Parts below 64 KiB are passed over, unless there are no others.
-    """
+    """GB/s (1e9 bytes) of one plain read of all tensors in place, by the same threads as decoding."""
     parts = [part for t in container.tensors.values() for part in t.parts]
-    parts = [part for part in parts if part.nbytes >= LEAST_NBYTES] or parts
+    first = min(parts, key=lambda part: part.offset)
+    end = max(part.offset + part.nbytes for part in parts)
+    whole = replace(first, nbytes=end - first.offset)  # one call: many small ones would measure the calls
     start = time.perf_counter()
-    nbytes = sum(kernels.read(container.bytes_of(part), threads=threads) for part in parts)
+    nbytes = kernels.read(container.bytes_of(whole), threads=threads)
     return nbytes / (time.perf_counter() - start) / 1e9
+
+
+def peak_gmacs(*, floats: bool, threads: int) -> float:
+    """1e9 multiplications a second of the dot product that the tier in use has for integers or floats."""
+    start = time.perf_counter()
+    n = kernels.multiply_registers(floats=floats, threads=threads)
+    return n / (time.perf_counter() - start) / 1e9

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from w4conv import codes
-from w4conv.container import TensorPlan, Writer, open_target, plan
+from w4conv.container import Layout, TensorPlan, Writer, open_target, plan
 from w4conv.errors import UsageError
 from w4conv.models import parse_config
 from w4conv.progress import Progress, Silent
@@ -48,36 +49,42 @@ SCALE: Final = 0.002  # keeps the activations of random weights finite
 NOISE_NBYTES: Final = 1 << 22
 
 
-def write_random(path: Path, shape: str, *, scheme: str, progress: Progress | None = None) -> None:
-    """Write a container of the named shape (a key of SHAPES) whose weights are random codes; float weights are small.
+class RandomWeights:
+    """A container of the named shape (a key of SHAPES) with random codes and small floats.
 
-    scheme: as for quantize, without "keep". Raises UsageError for an unknown shape.
+    scheme: as for quantize, without "keep". blobs: files to hold beside config.json, such as a tokenizer.
+    Raises UsageError for an unknown shape.
     """
-    if shape not in SHAPES:
-        raise UsageError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
-    progress = progress or Silent()
-    recipe = make_recipe(scheme=scheme, group_size=128, embeddings=None)
-    spec = parse_config(SHAPES[shape])
-    choices = recipe.choices(spec)
-    tensors = [TensorPlan(t.name, t.shape, choices[t.name].coding("F32"), "F32") for t in spec.tensors()]
-    record = {"tool": "w4conv bench", "source": {"kind": "random", "files": []}}
-    layout = plan(tensors, {"config.json": json.dumps(SHAPES[shape]).encode()}, record)
-    rng = np.random.default_rng(0)
-    noise = rng.integers(0, 256, NOISE_NBYTES, np.uint8)
-    small = rng.standard_normal(NOISE_NBYTES // 4).astype(np.float32) * np.float32(0.02)
-    narrowed = {"f32": small, "f16": small.astype(np.float16), "bf16": codes.f32_to_bf16(small)}
-    with open_target(path, layout.file_nbytes) as target:
-        writer = Writer(target, layout)
-        progress.start(layout.file_nbytes)
-        for t in tensors:
-            for kind, nbytes in codes.part_sizes(t.scheme, t.shape).items():
-                block = noise
-                if kind == "scales":
-                    block = np.full(min(nbytes, NOISE_NBYTES) // 2, SCALE, np.float16).view(np.uint8)
-                elif kind == "values":
-                    values = np.ones(t.shape, np.float32) if len(t.shape) < 2 else narrowed[t.scheme.kind]
-                    block = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-                for start in range(0, nbytes, block.size):
-                    writer.write(t.name, kind, block[: nbytes - start])
-                progress.advance(nbytes, t.name)
-        writer.finish([])
+
+    def __init__(self, shape: str, *, scheme: str, blobs: Mapping[str, bytes] | None = None) -> None:
+        if shape not in SHAPES:
+            raise UsageError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
+        recipe = make_recipe(scheme=scheme, group_size=128, embeddings=None)
+        spec = parse_config(SHAPES[shape])
+        choices = recipe.choices(spec)
+        self._tensors = [TensorPlan(t.name, t.shape, choices[t.name].coding("F32"), "F32") for t in spec.tensors()]
+        record = {"tool": "w4conv bench", "source": {"kind": "random", "files": []}}
+        config = {"config.json": json.dumps(SHAPES[shape]).encode()}
+        self.layout: Layout = plan(self._tensors, config | dict(blobs or {}), record)
+
+    def write(self, path: Path, *, progress: Progress | None = None) -> None:
+        progress = progress or Silent()
+        rng = np.random.default_rng(0)
+        noise = rng.integers(0, 256, NOISE_NBYTES, np.uint8)
+        small = rng.standard_normal(NOISE_NBYTES // 4).astype(np.float32) * np.float32(0.02)
+        narrowed = {"f32": small, "f16": small.astype(np.float16), "bf16": codes.f32_to_bf16(small)}
+        with open_target(path, self.layout.file_nbytes) as target:
+            writer = Writer(target, self.layout)
+            progress.start(self.layout.file_nbytes)
+            for t in self._tensors:
+                for kind, nbytes in codes.part_sizes(t.scheme, t.shape).items():
+                    block = noise
+                    if kind == "scales":
+                        block = np.full(min(nbytes, NOISE_NBYTES) // 2, SCALE, np.float16).view(np.uint8)
+                    elif kind == "values":
+                        values = np.ones(t.shape, np.float32) if len(t.shape) < 2 else narrowed[t.scheme.kind]
+                        block = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+                    for start in range(0, nbytes, block.size):
+                        writer.write(t.name, kind, block[: nbytes - start])
+                    progress.advance(nbytes, t.name)
+            writer.finish([])

@@ -1,0 +1,95 @@
+"""What bench stands on: dot products from registers, counters of the kernel, CPUs that may be used, an idle pool."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from w4conv import kernels
+from w4conv.kernels import AllowedCpus
+from w4conv.measure.counters import Counters, MemoryEvent, memory_events
+
+
+@pytest.mark.parametrize("tier", kernels.isa_tiers())
+def test_every_multiplication_from_registers_is_counted(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    monkeypatch.setenv("W4CONV_ISA", tier)
+    lanes = {"scalar": 4, "avx2": 8}.get(tier, 16)
+    chains = 12 if lanes == 16 else 6
+    one = kernels.multiply_registers(floats=False, threads=1)
+    assert one == 64 * 100000 * chains * lanes * 2  # tasks, rounds, and pairs of int16
+    assert kernels.multiply_registers(floats=False, threads=2) == 2 * one
+
+
+def test_page_faults_of_threads_are_counted() -> None:
+    counters = Counters()
+    try:
+        before = counters.read()
+        if "page_faults" not in before:
+            pytest.skip("this kernel offers no counters to this user")
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        thread = threading.Thread(target=lambda: np.ones(1 << 20).sum())
+        thread.start()
+        thread.join()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        assert counters.read()["page_faults"] - before["page_faults"] == pytest.approx(faults, abs=20)
+        assert faults > 0
+    finally:
+        counters.close()
+    assert counters.read() == {}
+
+
+def test_memory_controllers_are_found_as_sysfs_describes_them(tmp_path: Path) -> None:
+    files = {
+        "uncore_imc_1/type": "23\n",
+        "uncore_imc_1/cpumask": "0,28\n",
+        "uncore_imc_1/format/event": "config:0-7\n",
+        "uncore_imc_1/format/umask": "config:8-15\n",
+        "uncore_imc_1/events/cas_count_read": "event=0x04,umask=0x03\n",
+        "uncore_imc_1/events/cas_count_read.scale": "6.103515625e-5\n",
+        "uncore_imc_1/events/cas_count_read.unit": "MiB\n",
+        "uncore_imc_2/type": "24\n",  # names no events
+        "uncore_cha_0/type": "25\n",  # no memory controller
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = list(memory_events(tmp_path))
+    assert found == [MemoryEvent("memory_read", 23, 0x0304, cpu, 64.0) for cpu in (0, 28)]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "default", "most"),
+    [
+        (AllowedCpus(8, 8, None), 8, 8),
+        (AllowedCpus(8, 4, None), 4, 8),  # two threads a core
+        (AllowedCpus(8, 8, 2.5), 2, 3),
+        (AllowedCpus(8, 8, 0.5), 1, 1),
+        (AllowedCpus(2, 2, 16.0), 2, 2),
+    ],
+)
+def test_threads_follow_cores_and_quota(allowed: AllowedCpus, default: int, most: int) -> None:
+    assert (allowed.default_threads, allowed.most_threads) == (default, most)
+
+
+def test_cores_are_counted_once(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert kernels._cores(tmp_path, {0, 1, 2, 3}) == 2
+    assert kernels._cores(tmp_path, {0, 2}) == 1
+    assert kernels._cores(tmp_path, {0, 7, 8}) == 3
+
+
+def test_an_idle_pool_burns_nothing() -> None:
+    data = np.zeros(1 << 24, np.uint8)
+    kernels.read(data, threads=2)
+    time.sleep(0.1)  # workers wait for the next job for a moment
+    used = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used < 0.25, "a spinning worker would have used 0.5 s of CPU time"
