@@ -60,6 +60,11 @@ def tokenizer_files(name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(_npm(name).glob("*.json"))}
 
 
+def tokenizer_file(name: str, file: str) -> bytes:
+    """One of them."""
+    return (_npm(name) / file).read_bytes()
+
+
 @cache
 def _llama_cpp() -> Path:
     """The folder `models` of llama.cpp as its Python package carries it."""

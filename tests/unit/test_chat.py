@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from w4conv.errors import InputError
+from w4conv.errors import InputError, UsageError
 from w4conv.runtime import chat
 from w4conv.runtime.chat import ChatTemplate
 
@@ -42,7 +42,7 @@ def test_precedence_of_the_sources() -> None:
     blobs = {"tokenizer_config.json": json.dumps(config).encode()}
 
     def text(b: dict[str, bytes], *, tools: bool = False) -> str:
-        return ChatTemplate.from_blobs(b, tools=tools).render([], special_tokens={})
+        return ChatTemplate.from_blobs(b, tools=tools).render(MESSAGES, special_tokens={})
 
     assert text(blobs) == "D"
     assert text(blobs, tools=True) == "T"
@@ -84,6 +84,35 @@ def test_templates_that_fail_or_reach_out(source: str, message: str) -> None:
 def test_templates_that_would_not_end(source: str) -> None:
     with pytest.raises(InputError, match=r"failed \((LimitError|OverflowError|RecursionError)\)"):
         render(source)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([], {}, "at least one message"),
+        (MESSAGES, {"continue_final_message": True}, "turn add_generation_prompt off"),
+        ([{"role": "user"}], {"continue_final_message": True, "add_generation_prompt": False}, "has no text"),
+    ],
+)
+def test_nothing_to_render_or_to_continue(
+    messages: list[dict[str, str]], options: dict[str, bool], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        ChatTemplate("{{ messages[0].content }}").render(messages, special_tokens={}, **options)
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
+    with pytest.raises(InputError, match="leaves out the last message"):
+        render("{{ messages[0].role }}{# content #}", add_generation_prompt=False, continue_final_message=True)
+
+
+def test_messages_are_not_changed() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "none": None}]
+    before = json.dumps(messages)
+    template = ChatTemplate("{{ messages[0].content[0].text }}")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert template.render(messages, special_tokens={}, **options) == "a"
+    assert json.dumps(messages) == before
 
 
 def test_too_large_a_template_is_refused() -> None:

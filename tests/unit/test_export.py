@@ -339,6 +339,17 @@ def test_gguf_names_of_cuts(tmp_path: Path, pattern: str, whole_words: bool, beh
     assert gguf.GGUFReader(tmp_path / "out.gguf").get_field("tokenizer.ggml.pre").contents() == name
 
 
+def test_gguf_with_a_template_for_tools(tmp_path: Path) -> None:
+    path = converted(tmp_path)
+    (tmp_path / "in/additional_chat_templates").mkdir()
+    (tmp_path / "in/additional_chat_templates/tool_use.jinja").write_text("tools: {{ tools }}")
+    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    export(path, tmp_path / "out.gguf", to="gguf")
+    with open_container(path) as container, open_source(tmp_path / "out.gguf") as source:
+        names = ("chat_template.jinja", "chat_template.tool_use.jinja")
+        assert [source.blobs[name] for name in names] == [container.blobs[name] for name in names]
+
+
 def test_gguf_refuses_a_tokenizer_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     path = converted(tmp_path)
     tokenizer = json.loads((tmp_path / "in/tokenizer.json").read_text())

@@ -14,6 +14,7 @@ from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
+from w4conv.sources.base import TOOL_TEMPLATE
 from w4conv.sources.gguf_cuts import CUTS, flat, name_of
 from w4conv.sources.vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
@@ -50,8 +51,8 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
             "Some special tokens take the spaces beside them away; llama.cpp does so only for models it knows."
         )
     keys |= _special(tokenizer, model, {token: i for i, token in enumerate(tokens)})
-    if template := _chat_template(model.blobs):
-        keys["tokenizer.chat_template"] = text(template)
+    for key, template in _chat_templates(model.blobs).items():
+        keys[key] = text(template)
     return keys, notes
 
 
@@ -154,10 +155,15 @@ def _special(tokenizer: Tokenizer, model: ExportModel, ids: Mapping[str, int]) -
     }
 
 
-def _chat_template(blobs: Mapping[str, bytes]) -> str | None:
-    if "chat_template.jinja" in blobs:
-        return blobs["chat_template.jinja"].decode()
+def _chat_templates(blobs: Mapping[str, bytes]) -> dict[str, str]:
+    """The model's template, and the one for tools where there is one."""
     found = json.loads(blobs.get("tokenizer_config.json", b"{}")).get("chat_template")
+    named = {"default": found}
     if isinstance(found, list):
-        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+        named = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
+    if "chat_template.jinja" in blobs:
+        named = {"default": blobs["chat_template.jinja"].decode()}
+        if TOOL_TEMPLATE in blobs:
+            named["tool_use"] = blobs[TOOL_TEMPLATE].decode()
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    return {key: template for name, key in keys.items() if isinstance(template := named.get(name), str)}

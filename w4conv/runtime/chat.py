@@ -6,6 +6,7 @@ lines and of output, and with repetition and powers bounded, so that it can neit
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import sys
@@ -20,13 +21,17 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from w4conv.errors import InputError
+from w4conv.errors import InputError, UsageError
 from w4conv.runtime.tokenizer import json_object
+from w4conv.sources.base import TOOL_TEMPLATE
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 MAX_PROMPT_CHARS: Final = 1 << 24
 MAX_LINES: Final = 2_000_000  # template lines executed
 MAX_EXPONENT: Final = 64
+# Names by which templates read what a model thought before it answered; the first is the usual one.
+REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 Message = Mapping[str, object]
 
@@ -37,6 +42,7 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_BYTES:
             raise InputError(f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_BYTES}")
+        self._source = source
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -46,14 +52,15 @@ class ChatTemplate:
     def from_blobs(cls, blobs: Mapping[str, bytes], *, tools: bool = False) -> ChatTemplate:
         """The model's template: chat_template.jinja, else `chat_template` of tokenizer_config.json.
 
-        A list of named templates offers "default" and "tool_use"; `tools` prefers the latter. Raises InputError when
-        the model has no template.
+        Beside chat_template.jinja there may be one for `tools`; a list of named templates in tokenizer_config.json
+        offers "default" and "tool_use". Raises InputError when the model has no template.
         """
-        if "chat_template.jinja" in blobs:
-            try:
-                return cls(blobs["chat_template.jinja"].decode())
-            except UnicodeDecodeError as error:
-                raise InputError(f"chat_template.jinja is not UTF-8: {error}") from None
+        for name in (*([TOOL_TEMPLATE] if tools else []), "chat_template.jinja"):
+            if name in blobs and "chat_template.jinja" in blobs:
+                try:
+                    return cls(blobs[name].decode())
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{name} is not UTF-8: {error}") from None
         found = json_object(blobs, "tokenizer_config.json").get("chat_template")
         if isinstance(found, list):
             named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
@@ -69,21 +76,54 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        documents: Sequence[object] | None = None,
+        continue_final_message: bool = False,
         **variables: object,
     ) -> str:
         """The prompt. Tokenize it with `add_bos=False`: the template writes the BOS token itself.
 
-        special_tokens and variables become variables of the template, the latter first. Raises InputError when the
-        template refuses the messages, fails, or exceeds its limits.
+        Keys of a message whose value is None are left out. continue_final_message: the prompt ends with the last
+        message's text, for the model to go on with; then add_generation_prompt must be off. special_tokens and
+        variables become variables of the template, the latter first. Raises InputError when the template refuses the
+        messages, fails, or exceeds its limits; UsageError when there is nothing to render or to continue.
         """
-        values: dict[str, object] = {
-            **special_tokens,
-            "messages": list(messages),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **variables,
-        }
+        if not messages:
+            raise UsageError("a chat template needs at least one message")
+        chat = [_plain(message) for message in messages]
+        text = None
+        if continue_final_message:
+            if add_generation_prompt:
+                raise UsageError(
+                    "a message is either continued or followed by a new one: turn add_generation_prompt off"
+                )
+            text = self._mark_end(chat[-1])
+        prompt = self._run(
+            {
+                **special_tokens,
+                "messages": chat,
+                "tools": tools,
+                "documents": documents,
+                "add_generation_prompt": add_generation_prompt,
+                **variables,
+            }
+        )
+        return prompt if text is None else _cut_at_mark(prompt, text)
+
+    def _mark_end(self, message: dict[str, object]) -> str:
+        """Put the mark behind the text of the message, which is returned."""
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in reversed(content):
+                if isinstance(part, dict) and isinstance(part.get("text"), str):
+                    text: str = part["text"]
+                    part["text"] = text + _CONTINUE
+                    return text
+        if not isinstance(content, str) or "content" not in self._source:
+            raise UsageError("the last message has no text that this chat template could continue")
+        message["content"] = content + _CONTINUE
+        return content
+
+    def _run(self, values: dict[str, object]) -> str:
         pieces: list[str] = []
         n_chars = 0
         try:
@@ -101,6 +141,22 @@ class ChatTemplate:
         return "".join(pieces)
 
 
+def _plain(message: Message) -> dict[str, object]:
+    """A copy of a message: no key without a value, thoughts under the names that templates look for."""
+    out = copy.deepcopy({key: value for key, value in message.items() if value is not None})
+    thought = next((out[key] for key in REASONING if key in out), None)
+    return out if thought is None else {"thinking": thought, **out, "reasoning_content": thought}
+
+
+def _cut_at_mark(prompt: str, text: str) -> str:
+    mark = _CONTINUE.strip()
+    if text.strip() not in prompt or mark not in prompt:
+        raise InputError("the chat template leaves out the last message, or a part of it, so it cannot be continued")
+    at = prompt.rindex(mark)
+    kept = prompt[:at]
+    return kept if prompt.startswith(_CONTINUE, at) else kept.rstrip()  # spaces behind the text were trimmed
+
+
 class _RefusedError(jinja2.TemplateError):
     """`raise_exception` was called."""
 
@@ -114,9 +170,44 @@ class _GenerationTag(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance attribute
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers: what is set inside is not seen outside.
+        return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: jinja2.runtime.Macro) -> str:
+        return caller()
+
+
+class _Dict:
+    """What a template calls `dict`, without the class's attributes."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """What a template calls `namespace`, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # a template may call an attribute `self`
+        self, *rest = args
+        attributes = dict(*rest, **values)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"an attribute {name!r} that begins with an underscore")
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -139,6 +230,8 @@ def _environment() -> _Environment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from w4conv.scheme import QuantScheme
 
+TOOL_TEMPLATE: Final = "chat_template.tool_use.jinja"  # in a directory: additional_chat_templates/tool_use.jinja
 PLAIN: Final = ("F16", "BF16", "F32")
 
 
@@ -60,7 +61,8 @@ class Source(ABC):
     files: the weight files and the sidecar files used, for digests, in a fixed order.
     tensors: name -> SourceTensor, names as in Hugging Face checkpoints whatever the file format.
     blobs: name -> bytes of what travels verbatim: "config.json" always; "generation_config.json", "tokenizer.json",
-        "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja" where they exist.
+        "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.tool_use.jinja" where
+        they exist.
     notes: one sentence each, of what the user should know (files left aside, parts rebuilt, tensors ignored).
     """
 

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from w4conv.sources._files import MAX_TOKENIZER_BYTES, parse_json_object
+from w4conv.sources.base import TOOL_TEMPLATE
 from w4conv.sources.gguf_cuts import CUTS
 from w4conv.sources.gguf_header import GgufHeader
 from w4conv.sources.vocabulary import (
@@ -40,6 +41,8 @@ def rebuild_tokenizer(header: GgufHeader) -> tuple[dict[str, bytes], list[str]]:
     notes: list[str] = []
     if "tokenizer.chat_template" in header:
         blobs["chat_template.jinja"] = header.text("tokenizer.chat_template").encode()
+    if "tokenizer.chat_template.tool_use" in header:
+        blobs[TOOL_TEMPLATE] = header.text("tokenizer.chat_template.tool_use").encode()
     try:
         model = header.text("tokenizer.ggml.model", "none")
         vocabulary = _read_vocabulary(header, model)

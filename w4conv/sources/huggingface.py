@@ -19,7 +19,7 @@ from w4conv.sources._files import (
     row_range,
     values,
 )
-from w4conv.sources.base import CodedRows, Source, SourceTensor
+from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.safetensors import Entry, read_header
 from w4conv.sources.vocabulary import UnknownTokenizerError
 
@@ -111,6 +111,14 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
         used, note = _rebuild_tokenizer(directory, blobs)
         files += used
         notes.append(note)
+
+    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
+    for path in more:
+        if path.name == "tool_use.jinja":
+            blobs[TOOL_TEMPLATE] = read_small(path)
+            files.append(path)
+    if others := [path.name for path in more if path.name != "tool_use.jinja"]:
+        notes.append(f"Left aside, of additional_chat_templates: {_listed(others)}.")
 
     index, weight_map = _find_index(directory)
     weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
