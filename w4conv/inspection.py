@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-from w4conv.container import ContainerHeader, TensorInfo, is_stream, open_container, read_header
-from w4conv.container.layout import SIGNATURE
+from w4conv.container import ContainerHeader, TensorInfo, is_container, is_stream, open_container, read_header
 from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
@@ -94,7 +93,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
                 return inspect_stream(stream, name=str(path))
         except OSError as error:
             raise InputError(f"{path}: {error.strerror or error}") from error
-    if path.suffix.lower() == ".w4" or _is_container(path):
+    if is_container(path):
         with open_container(path) as container:
             header = ContainerHeader(
                 container.tensors, dict(container.blobs), container.provenance, container.file_nbytes
@@ -126,14 +125,6 @@ def kind_of(name: str) -> TensorKind:
     if "attn" in name or "attention" in name:
         return "attention"
     return "mlp" if ".mlp." in name or ".ffn_" in name else "other"
-
-
-def _is_container(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == SIGNATURE[:4]
-    except OSError:
-        return False
 
 
 def _of_container(path: str, header: ContainerHeader, digest: str | None) -> Inspection:

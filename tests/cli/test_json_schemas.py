@@ -32,6 +32,7 @@ def test_every_command_is_described() -> None:
         ("inspect", "{checkpoint}"),
         ("verify", "{container}"),
         ("verify", "{container}", "--against", "{checkpoint}"),
+        ("diff", "{container}", "{container}"),
         ("cat", "{container}", "model.norm.weight", "-o", "norm.npy"),
         ("export", "{container}", "out.gguf", "--to", "gguf"),
         ("run", "{container}", "-p", "a", "-n", "2"),

@@ -20,7 +20,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("codes", "_native"),
     ("kernels", "digests"),
     ("quantization", "container", "sources", "models"),
-    ("convert", "verification", "inspection", "extraction", "calibration", "runtime", "measure", "export"),
+    (
+        "convert",
+        "verification",
+        "inspection",
+        "extraction",
+        "comparison",
+        "calibration",
+        "runtime",
+        "measure",
+        "export",
+    ),
     ("cli", "__main__"),
 )
 STRANGERS = {("container", "sources"), ("sources", "container")}  # siblings that do not know each other

@@ -12,7 +12,7 @@ import traceback
 from w4conv.errors import W4Error
 
 DEBUG_VARIABLE = "W4CONV_DEBUG"
-USAGE, INPUT, OUTPUT, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
+DIFFERS, USAGE, INPUT, OUTPUT, INTERNAL, INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 # Failed writes that no layer below could name a path for: standard output, the temporary directory.
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)

@@ -19,6 +19,7 @@ REPORTS: Final = {
     "quantize": ("w4conv.convert", "ConversionReport"),
     "inspect": ("w4conv.inspection", "Inspection"),
     "verify": ("w4conv.verification", "VerifyReport"),
+    "diff": ("w4conv.comparison", "DiffReport"),
     "cat": ("w4conv.extraction", "Extract"),
     "bench": ("w4conv.measure.bench", "BenchReport"),
     "export": ("w4conv.export.report", "ExportReport"),

@@ -13,13 +13,13 @@ import typer
 import typer.main
 
 from w4conv import __version__
-from w4conv.cli import _errors, _output, bench, cat, export, inspect, quantize, run, verify
+from w4conv.cli import _errors, _output, bench, cat, diff, export, inspect, quantize, run, verify
 
 EPILOG = """\
 \b
 Exit codes:
     0  done
-    1  a check did not hold (verify)
+    1  a check did not hold (verify), something differs (diff)
     2  usage: impossible or contradictory options
     3  input missing, corrupt or unsupported
     4  output could not be written
@@ -36,6 +36,7 @@ Examples:
   w4conv quantize SmolLM2-135M/ smol.w4
   w4conv inspect smol.w4
   w4conv verify smol.w4 --against SmolLM2-135M/
+  w4conv diff smol.w4 other.w4 --source SmolLM2-135M/
   w4conv run smol.w4 -p 'Once upon a time'
   w4conv export smol.w4 smol.gguf --to gguf
 """
@@ -65,6 +66,7 @@ for command, epilog in (
     (quantize.quantize, quantize.EPILOG),
     (inspect.inspect, inspect.EPILOG),
     (verify.verify, verify.EPILOG),
+    (diff.diff, diff.EPILOG),
     (run.run, run.EPILOG),
     (export.export, export.EPILOG),
     (bench.bench, bench.EPILOG),

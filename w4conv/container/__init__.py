@@ -6,6 +6,7 @@ from w4conv.container.plan import Layout, plan
 from w4conv.container.reader import (
     Container,
     ContainerHeader,
+    is_container,
     is_stream,
     open_container,
     open_stream,
@@ -25,6 +26,7 @@ __all__ = [
     "TensorPlan",
     "Writer",
     "check_target",
+    "is_container",
     "is_stream",
     "open_container",
     "open_stream",

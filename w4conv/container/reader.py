@@ -19,7 +19,7 @@ import numpy.typing as npt
 from w4conv import codes
 from w4conv.container import validate
 from w4conv.container.integrity import check_data, check_tensor
-from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, Header, Part, TensorInfo, digest
+from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, SIGNATURE, Header, Part, TensorInfo, digest
 from w4conv.errors import FormatError, InputError, OutputError
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
@@ -77,6 +77,17 @@ def is_stream(path: Path) -> bool:
     except OSError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def is_container(path: Path) -> bool:
+    """Whether a path means a container: by its ending, or else by its first bytes. A stream is taken for one."""
+    if path.suffix.lower() == ".w4" or is_stream(path):
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == SIGNATURE[:4]
+    except OSError:
+        return False
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
