@@ -28,8 +28,9 @@ from w4conv.sources import open_source
 class PerplexityReport:
     """A perplexity and everything it depends on.
 
-    text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. source, increase: the
-    source in the same run, and how far the container's perplexity lies above. divergence: from the source, if asked.
+    text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. activations: of the
+    container's model. source, increase: the source in the same run, and how far the container's perplexity lies above.
+    divergence: from the source, if asked.
     """
 
     text: str
@@ -40,6 +41,7 @@ class PerplexityReport:
     adds_bos: bool
     n_windows: int
     n_scored: int
+    activations: str
     container: Estimate
     source: Estimate | None
     increase: Increase | None
@@ -77,6 +79,7 @@ def verify(
     chunks: int | None = None,
     max_ppl_increase: float | str | None = None,
     min_sqnr: float | None = None,
+    activations: str = "int16",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -92,6 +95,7 @@ def verify(
     kld: the divergence from the source too, both models side by side (measure/divergence.py); implies ppl.
     max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
     min_sqnr: dB that every tensor must reach.
+    activations: with which the container's model runs, "int16" or "int8" (docs/numerics.md 2).
 
     Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
@@ -99,9 +103,11 @@ def verify(
     if kld and against is None:
         raise UsageError("the divergence is that from the source: name it with --against")
     ppl = ppl or kld
-    if not ppl and any(option is not None for option in (text, ctx, convention, chunks, max_ppl_increase)):
+    measuring = (text, ctx, convention, chunks, max_ppl_increase, None if activations == "int16" else activations)
+    if not ppl and any(option is not None for option in measuring):
         raise UsageError(
-            "text, ctx, convention, chunks and max-ppl-increase say how perplexity is measured: add --ppl or --kld"
+            "text, ctx, convention, chunks, activations and max-ppl-increase say how perplexity is measured: "
+            "add --ppl or --kld"
         )
     if against is None and (max_ppl_increase is not None or min_sqnr is not None):
         raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
@@ -133,7 +139,7 @@ def verify(
             return report([str(error)], intact=False)
         measurement = None
         if ppl:  # before the longer work, so that a missing or short text is told at once
-            measurement = _Measurement(container, text, convention, ctx, chunks, threads)
+            measurement = _Measurement(container, text, convention, ctx, chunks, activations, threads)
         round_trip = perplexity = None
         failures: list[str] = []
         if against is not None:
@@ -180,12 +186,12 @@ class _Measurement:
 
     def __init__(
         self, container: Container, text: str | os.PathLike[str] | None, convention: str | None, ctx: int | None,
-        chunks: int | None, threads: int | None,
+        chunks: int | None, activations: str, threads: int | None,
     ) -> None:  # fmt: skip
-        self._container, self._threads = container, threads
+        self._container, self._activations, self._threads = container, activations, threads
         convention, self._ctx = settle(convention, ctx)
         refuse_to_run(container.path, container.provenance)
-        with Model(container, threads=threads, ctx=self._ctx):
+        with Model(container, threads=threads, ctx=self._ctx, activations=activations):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
         self._cut = cut_text(container, text, convention=convention, ctx=self._ctx, chunks=chunks)
         self._windows = self._cut.windows
@@ -199,7 +205,10 @@ class _Measurement:
                 base = LayeredSource(source, threads=self._threads)
                 if kld:
                     compared = compare_models(
-                        self._scored([LayeredContainer(self._container), base], progress), self._windows
+                        self._scored(
+                            [LayeredContainer(self._container, activations=self._activations), base], progress
+                        ),
+                        self._windows,
                     )
                     ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
                 else:
@@ -214,6 +223,7 @@ class _Measurement:
             adds_bos=self._cut.adds_bos,
             n_windows=len(self._windows.tokens),
             n_scored=self._windows.n_scored,
+            activations=self._activations,
             container=estimate(ours),
             source=None if theirs is None else estimate(theirs),
             increase=None if theirs is None else increase(ours, theirs),
@@ -226,7 +236,7 @@ class _Measurement:
 
     def _nlls(self, progress: Progress) -> F64Array:
         progress.start(self._windows.tokens.size)
-        with Model(self._container, threads=self._threads, ctx=self._ctx) as model:
+        with Model(self._container, threads=self._threads, ctx=self._ctx, activations=self._activations) as model:
             return token_nlls(model, self._windows, advance=lambda n: progress.advance(n, "perplexity"))
 
 

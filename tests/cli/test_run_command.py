@@ -76,7 +76,9 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     assert text.out == result["text"] + "\n"
     for part in ("prefill", "first token", "ms/token", "GB/s", "file-backed", "anonymous", "scalar, "):
         assert part in text.err
-    one = json.loads(w4("run", stories, "-p", "Once", "-n", 1, "--json").done().out)
+    assert stats["activations"] == "int16"
+    one = json.loads(w4("run", stories, "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
+    assert one["stats"]["activations"] == "int8"
     assert one["stats"]["decode_tokens_per_second"] is None
 
 
@@ -120,6 +122,7 @@ def test_errors(w4: Runner, container: Path, stories: Path, tmp_path: Path) -> N
     w4("run", container, "-p", "a", "--temperature", "-1").failed(2, "temperature")
     w4("run", container, "-p", "a", "--temperature", "1", "--top-p", "2").failed(2, "top-p")
     w4("run", container, "-p", "a", "-n", "0").failed(2, "-n")
+    w4("run", container, "-p", "a", "--activations", "int4").failed(2, "int4", "int16", "int8")
     w4("run", stories, "--chat", "-p", "a").failed(3, "no chat template", "--chat")
     (tmp_path / "cut.w4").write_bytes(container.read_bytes()[:5000])
     w4("run", "cut.w4", "-p", "a").failed(3, "cut short")

@@ -157,6 +157,21 @@ def test_perplexity_of_a_lossless_container_is_its_source(tmp_path: Path, text: 
     assert p.text == "text.txt"
 
 
+def test_perplexity_with_activations_of_8_bits(tmp_path: Path, text: Path) -> None:
+    source, out = convert(tmp_path)
+    with pytest.raises(UsageError, match=r"activations.*--ppl"):
+        verify(out, activations="int8")
+    wide, narrow = (verify(out, ppl=True, text=text, ctx=16, activations=a).perplexity for a in ("int16", "int8"))
+    layered = verify(out, against=source, kld=True, text=text, ctx=16, activations="int8").perplexity
+    assert wide is not None
+    assert narrow is not None
+    assert layered is not None
+    assert (wide.activations, narrow.activations) == ("int16", "int8")
+    assert narrow.container.value != wide.container.value
+    assert narrow.container.value == pytest.approx(wide.container.value, rel=0.01)
+    assert layered.container == narrow.container
+
+
 @pytest.mark.parametrize("convention", ["llama.cpp", "gptq"])
 def test_perplexity_by_hand(tmp_path: Path, text: Path, convention: str) -> None:
     """From Model.logits over whole windows, with the windows cut here."""

@@ -33,6 +33,14 @@ Threads = Annotated[
         help="Threads [default: cores this process may use]",
     ),
 ]  # fmt: skip
+Activations = Annotated[
+    str,
+    typer.Option(
+        metavar="int16|int8",
+        help="Integers that activations become before they meet integer weights; int8 is faster and less exact",
+        autocompletion=lambda incomplete: [w for w in ("int16", "int8") if w.startswith(incomplete)],
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output")]
 
 

@@ -46,6 +46,7 @@ class RunStatistics:
     resident_bytes: Mapping[str, int] | None
     isa: str
     threads: int
+    activations: str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED
-from w4conv.cli._options import Json, Threads
+from w4conv.cli._options import Activations, Json, Threads
 from w4conv.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def run(
             metavar="N", help="Draft up to N tokens from the text so far; same output, faster where it repeats"
         ),
     ] = 0,
+    activations: Activations = "int16",
     threads: Threads = None,
     stats: Annotated[bool, typer.Option("--stats", help="Speed and memory, on standard error")] = False,
     json: Json = False,
@@ -75,7 +76,7 @@ def run(
     text = _read_prompt(prompt, prompt_file)
     with open_container(file) as container:
         refuse_to_run(file, container.provenance)
-    with Model(file, threads=threads, ctx=ctx) as model:
+    with Model(file, threads=threads, ctx=ctx, activations=activations) as model:
         tokenizer = Tokenizer(model.container.blobs)
         if chat:
             from w4conv.runtime.chat import ChatTemplate
@@ -153,6 +154,7 @@ def statistics(model: Model, g: Generation) -> dict[str, Any]:
         "resident_bytes": resident_memory(),
         "isa": model.isa,
         "threads": model.threads,
+        "activations": model.activations,
     }
 
 
@@ -178,7 +180,7 @@ def stats_text(s: dict[str, Any], finish: str) -> str:
             ("decode", decoded),
             ("weights read", f"{_output.nbytes(s['weight_bytes_per_token'])}/token, {speed}"),
             ("memory", memory),
-            ("engine", f"{s['isa']}, {s['threads']} threads"),
+            ("engine", f"{s['isa']}, {s['threads']} threads, {s['activations']} activations"),
             ("ended by", finish),
         ]
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Json, Threads, one_of, refuse_terminal
+from w4conv.cli._options import Activations, Json, Threads, one_of, refuse_terminal
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import CheckError
 
@@ -75,6 +75,7 @@ def verify(
     min_sqnr: Annotated[
         float | None, typer.Option(metavar="DB", help="Fail when the SQNR of any tensor is below DB")
     ] = None,
+    activations: Activations = "int16",
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -103,6 +104,7 @@ def verify(
             chunks=chunks,
             max_ppl_increase=max_ppl_increase,
             min_sqnr=min_sqnr,
+            activations=activations,
             threads=threads,
             progress=progress,
         )
@@ -197,7 +199,10 @@ def perplexity_text(p: PerplexityReport) -> str:
             f"{p.convention}, ctx {p.ctx}, {p.n_windows:,} windows, {p.n_scored:,} tokens scored, "
             f"{'with' if p.adds_bos else 'no'} BOS",
         ),
-        ("perplexity", _estimate(p.container)),
+        (
+            "perplexity",
+            _estimate(p.container) + (f" with {p.activations} activations" if p.activations != "int16" else ""),
+        ),
     ]
     if p.source is not None and p.increase is not None:
         i = p.increase

@@ -30,8 +30,10 @@ class TokenSampler(Protocol):
 
 
 def _new_native(
-    spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threads: int, activation_bits: int = 16
+    spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threads: int | None, activations: str
 ) -> _native.Model:
+    if activations not in ACTIVATION_BITS:
+        raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
     return _native.new_model(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -43,8 +45,8 @@ def _new_native(
         norm_eps=spec.norm_eps,
         inverse_frequencies=list(spec.rope.inverse_frequencies(spec.head_dim)),
         windows=list(windows),
-        threads=threads,
-        activation_bits=activation_bits,
+        threads=threads or kernels.default_threads(),
+        activation_bits=ACTIVATION_BITS[activations],
     )
 
 
@@ -71,8 +73,6 @@ class Model:
     ) -> None:
         if kv not in ("f16", "f32"):
             raise UsageError(f"kv {kv!r} is neither f16 nor f32")
-        if activations not in ACTIVATION_BITS:
-            raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
         if threads is not None and not 1 <= threads <= 1024:
             raise UsageError(f"threads {threads} is not between 1 and 1024")
         self._owned = not isinstance(path, Container)
@@ -96,7 +96,7 @@ class Model:
             n_layers=spec.n_layers,
             windows=spec.sliding_windows,
             threads=self.threads,
-            activation_bits=ACTIVATION_BITS[self.activations],
+            activations=self.activations,
         )
         for tensor in spec.tensors():
             info = self._info(tensor)
@@ -241,10 +241,11 @@ class LayerModel:
         vectors: Mapping[str, F32Array],
         *,
         threads: int | None = None,
+        activations: str = "int16",
     ) -> None:
         self._spec, self._kept = spec, matrices
         windows = spec.sliding_windows[layer : layer + 1]
-        self._native = _new_native(spec, n_layers=1, windows=windows, threads=threads or kernels.default_threads())
+        self._native = _new_native(spec, n_layers=1, windows=windows, threads=threads, activations=activations)
         for part, values in vectors.items():
             self._native.set_vector(0, part, values)
         for part, matrix in matrices.items():
@@ -279,9 +280,10 @@ class HeadModel:
         norm: F32Array,
         *,
         threads: int | None = None,
+        activations: str = "int16",
     ) -> None:
         self._spec, self._kept = spec, head
-        self._native = _new_native(spec, n_layers=1, windows=(), threads=threads or kernels.default_threads())
+        self._native = _new_native(spec, n_layers=1, windows=(), threads=threads, activations=activations)
         self._native.set_vector(-1, "norm", norm)
         self._native.set_linear(-1, "lm_head", kernels.matrix_parts(*head))
 

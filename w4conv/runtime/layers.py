@@ -35,9 +35,10 @@ class LoadedLayer:
 
 
 class LayeredModel(ABC):
-    """spec: what is run. Nothing but the file mappings is held between calls."""
+    """spec: what is run; activations: as of `Model`. Nothing but the file mappings is held between calls."""
 
     spec: ModelSpec
+    activations: str = "int16"
 
     def embed(self, tokens: IntArray) -> F32Array:
         """(..., n_tokens) ids -> the hidden rows that the first layer reads, (..., n_tokens, padded hidden_size)."""
@@ -51,13 +52,15 @@ class LayeredModel(ABC):
         tensors = [t for t in self.spec.tensors() if t.layer == i]
         matrices = {t.part: self._matrix(t) for t in tensors if len(t.shape) >= 2}
         vectors = {t.part: self._vector(t) for t in tensors if len(t.shape) < 2}
-        return LoadedLayer(LayerModel(self.spec, i, matrices, vectors, threads=threads), matrices)
+        model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations)
+        return LoadedLayer(model, matrices)
 
     def head(self, *, threads: int | None = None) -> HeadModel:
         tensors = self.spec.tensors()
         head = next(t for t in tensors if t.role == ("embedding" if self.spec.tied_head else "head"))
         norm = next(t for t in tensors if t.part == "norm" and t.layer is None)
-        return HeadModel(self.spec, self._matrix(head), self._vector(norm), threads=threads)
+        matrix, vector = self._matrix(head), self._vector(norm)
+        return HeadModel(self.spec, matrix, vector, threads=threads, activations=self.activations)
 
     @abstractmethod
     def _matrix(self, t: TensorSpec) -> Matrix: ...
@@ -73,8 +76,8 @@ class LayeredModel(ABC):
 class LayeredContainer(LayeredModel):
     """The weights stay in the mapping."""
 
-    def __init__(self, container: Container) -> None:
-        self._container = container
+    def __init__(self, container: Container, *, activations: str = "int16") -> None:
+        self._container, self.activations = container, activations
         self.spec = parse_config(json.loads(container.blobs["config.json"]))
 
     def _matrix(self, t: TensorSpec) -> Matrix:
