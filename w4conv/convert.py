@@ -25,6 +25,7 @@ from w4conv.progress import Progress, Silent
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, make_recipe, read_rules
+from w4conv.runtime.tokenizer import highest_ids
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
@@ -238,6 +239,7 @@ class _Conversion:
             )
         else:
             self._model = parse_config(config)
+            self._check_vocabulary(self._model)
         self._choices = recipe.choices(self._model)
         self._methods = self._calibrated(method, with_text=calibration is not None)
         self._text: CalibrationText | None = None
@@ -270,6 +272,20 @@ class _Conversion:
                 f"scheme {self._recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
             )
         return methods
+
+    def _check_vocabulary(self, spec: ModelSpec) -> None:
+        """A tokenizer may have fewer tokens than the model, or special ones beyond those of a text model."""
+        own, added = highest_ids(self._source.blobs.get("tokenizer.json", b""))
+        if own >= spec.vocab_size:
+            raise self._fail(
+                f"tokenizer.json has tokens up to {own}, but the model only {spec.vocab_size}: it belongs to another "
+                "model. Put the right one beside the weights, or take it away to convert without a tokenizer"
+            )
+        if added >= spec.vocab_size:
+            self._notes.append(
+                f"tokenizer.json adds tokens up to {added}, but the model has only {spec.vocab_size}: a text with "
+                "those beyond cannot be run"
+            )
 
     def _spec(self) -> ModelSpec:
         """The model, where it is run."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import data_dir
+from helpers import BOS, data_dir, tiny_tokenizer
+from tokenizers import AddedToken
 from vocabularies import gguf_vocabulary, tokenizer_files
 
 from w4conv.runtime.tokenizer import Tokenizer
@@ -72,3 +73,38 @@ def test_same_tokens_as_llama_cpp(name: str) -> None:
         expected = oracle.tokenize(text.encode(), add_bos=False, special=True)
         assert ours.encode(text, add_bos=False) == expected, text
     assert ours.adds_bos == (oracle.tokenize(b"a", add_bos=True)[0] == ours.bos_id)
+
+
+ADDED = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+ADDED_CASES: dict[str, dict[str, object]] = {
+    "as they are": {},
+    "another flag": {"added_tokens_decoder": {"300": {"content": "<|u|>"} | ADDED | {"rstrip": True}}},
+    "not special": {"added_tokens_decoder": {"300": {"content": "<|u|>"} | ADDED | {"special": False}}},
+    "one more": {"added_tokens_decoder": {"302": {"content": "<|new|>"} | ADDED | {"lstrip": True}}},
+    "a word made special": {"added_tokens_decoder": {"301": {"content": "word"} | ADDED | {"single_word": True}}},
+    "a token of the vocabulary": {"eos_token": {"content": "the", "__type": "AddedToken"} | ADDED | {"lstrip": True}},
+    "named by a string": {"eos_token": "the", "pad_token": "ing"},
+    "cleaned up": {"clean_up_tokenization_spaces": True},
+    "no cleaning": {"clean_up_tokenization_spaces": False},
+}
+
+
+@pytest.mark.parametrize("case", ADDED_CASES)
+def test_added_tokens_as_transformers_has_them(tmp_path: Path, case: str) -> None:
+    """tokenizer_config.json may say otherwise than tokenizer.json, and wins."""
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
+    made = tiny_tokenizer(300)
+    made.add_tokens([f"unused{i}" for i in range(300 - made.get_vocab_size())])
+    made.add_special_tokens([AddedToken("<|u|>", normalized=False)])
+    made.add_tokens([AddedToken("word", normalized=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS} | ADDED_CASES[case]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer({path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    for text in ("a <|u|>  b", "the thing, a  the .", "a <|new|> b", "swords word words", "ing <s>the !"):
+        ids = oracle.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_bos=False) == ids, text
+        assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True), text
+        assert ours.encode(text) == oracle.encode(text)

@@ -63,6 +63,9 @@ def _tokens(document: Json, vocab_size: int, where: str) -> tuple[list[str], lis
     for added in document.get("added_tokens") or ():
         by_id[added["id"]] = added["content"]
         kinds[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
+    for added in document.get("added_tokens") or ():  # a multimodal tokenizer may have some that a text model has not
+        if added["id"] >= vocab_size:
+            del by_id[added["id"]]
     if by_id and max(by_id) >= vocab_size:
         raise InputError(f"{where}: it has a token {max(by_id)}, but the model only {vocab_size} tokens")
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(vocab_size)]

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Tokenizer
 
 from w4conv.errors import InputError, UsageError
@@ -55,6 +56,7 @@ class Tokenizer:
         self._generation = json_object(blobs, "generation_config.json")
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
+        self._add_tokens()
         self._special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         self.n_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id = self._named_id("bos")
@@ -101,6 +103,35 @@ class Tokenizer:
             found = (self._tokenizer.token_to_id(token) for token in END_OF_TURN)
             ids |= {i for i in found if i is not None and i in self._special_ids}
         return frozenset(ids)
+
+    def _add_tokens(self) -> None:
+        """What tokenizer_config.json says of added tokens counts, as in transformers; named special tokens are added.
+
+        Raises InputError for a token that would not get the id it is said to have.
+        """
+        known = self._tokenizer.get_added_tokens_decoder()
+        found: dict[int, AddedToken] = {}
+        decoder = self._settings.get("added_tokens_decoder")
+        for key, value in decoder.items() if isinstance(decoder, dict) else ():
+            if key.isdecimal() and _token_text(value):
+                found[int(key)] = _added_token(value, special=False)
+        named = {token.content for token in (known | found).values()}
+        for name in SPECIAL_NAMES:
+            for value in (self._settings.get(name), self._map.get(name)):
+                token_id = self._tokenizer.token_to_id(_token_text(value) or "")
+                if token_id is not None and _token_text(value) not in named:
+                    found.setdefault(token_id, _added_token(value, special=True))
+        for token_id, token in sorted(found.items()):
+            if _flags(token) == _flags(known.get(token_id)):
+                continue
+            with _package_errors("cannot be used"):
+                (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([token])
+            got = self._tokenizer.token_to_id(token.content)
+            if got != token_id:
+                raise InputError(
+                    f"tokenizer_config.json: the added token {token.content!r} is said to be {token_id}, but after the "
+                    f"tokens of tokenizer.json it is {got}. The two do not belong together"
+                )
 
     def _named_id(self, kind: str) -> int | None:
         for source in (self._settings, self._map):
@@ -220,6 +251,27 @@ def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return value
 
 
+def highest_ids(document: bytes) -> tuple[int, int]:
+    """(highest id of the vocabulary, highest id of the added tokens) of a tokenizer.json; -1 where none is found.
+
+    Takes a fraction of the memory of parsing it whole, which its merges fill.
+    """
+    text = document.decode(errors="replace")
+
+    def value(key: str) -> Any:
+        # Inside of a string quotes are escaped, so this is a key.
+        match = re.search(rf'"{key}"\s*:\s*(?=[\[{{])', text)
+        try:
+            return json.JSONDecoder().raw_decode(text, match.end())[0] if match else None
+        except (ValueError, RecursionError):
+            return None
+
+    vocabulary, added = value("vocab"), value("added_tokens")
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
+    added_ids = [token.get("id") for token in added or () if isinstance(token, dict)]
+    return max(_ids(list(ids)), default=-1), max(_ids(added_ids), default=-1)
+
+
 @contextmanager
 def _package_errors(what: str) -> Iterator[None]:
     """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
@@ -246,6 +298,19 @@ def _ids(value: object) -> list[int]:
     """Token ids out of an int, a list of ints, or nothing."""
     values = value if isinstance(value, list) else [value]
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+
+
+def _added_token(value: object, *, special: bool) -> AddedToken:
+    """From a string, or an object that may say more. special: where it does not say it."""
+    settings = value if isinstance(value, dict) else {}
+    flags = {name: settings.get(name) is True for name in ("lstrip", "rstrip", "single_word", "normalized")}
+    return AddedToken(_token_text(value) or "", special=settings.get("special", special) is True, **flags)
+
+
+def _flags(token: AddedToken | None) -> tuple[object, ...]:
+    if token is None:
+        return ()
+    return token.content, token.special, token.lstrip, token.rstrip, token.single_word, token.normalized
 
 
 def _token_text(value: object) -> str | None:
