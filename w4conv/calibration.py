@@ -31,8 +31,8 @@ HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
 _READ_ROWS: Final = 1 << 13
 # The place in the layer whose rows each matrix reads.
 READS: Final = {
-    "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o",
-    "gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down",
+    "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv", "o_proj": "o",
+    "gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up", "down_proj": "down",
 }  # fmt: skip
 
 
@@ -53,6 +53,11 @@ def read_calibration(
     path: Path, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
 ) -> CalibrationText:
     """Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read."""
+    if spec.experts is not None:
+        raise UsageError(
+            f"{spec.architecture} is a mixture of experts, whose activations differ from expert to expert; calibration "
+            "is not supported for it. Leave out --calibration"
+        )
     if not 2 <= ctx <= spec.max_positions:
         raise UsageError(f"calibration-ctx is {ctx}, expected 2 to {spec.max_positions}, the limit of the model")
     n = tokens // ctx
@@ -180,6 +185,7 @@ class Calibrator:
             raise self._bad(t.name, error, int(ids[error.row])) from None
         out = np.zeros((*self._sequences.shape, padded_width(t.shape[1])), np.float32)
         out[..., : t.shape[1]] = codes.dequantize(scheme, rows.shape, parts)[places.reshape(self._sequences.shape)]
+        out *= np.float32(self._spec.embedding_scale)
         return out
 
     def _rows(self, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:

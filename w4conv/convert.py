@@ -457,8 +457,7 @@ class _Conversion:
             return 0
         rest: dict[str, list[Array]] = {}
         n_underflowed = 0
-        for rows in self._row_blocks(name):
-            values = self._source.read(name, rows)
+        for rows, values in self._blocks(name):
             try:
                 if scheme.is_float:
                     writer.write(name, "values", kernels.pack_float(values, stored.dtype, scheme, threads=threads))
@@ -505,10 +504,19 @@ class _Conversion:
             if blocks:
                 writer.write(name, kind, np.concatenate(blocks, axis=1))
 
+    def _blocks(self, name: str) -> Iterator[tuple[slice, Array]]:
+        """Rows of a matrix, or of each matrix of a stack, with their values."""
+        if len(self._source.tensors[name].shape) == 2:
+            yield from ((rows, self._source.read(name, rows)) for rows in self._row_blocks(name))
+            return
+        for i in range(self._source.tensors[name].shape[0]):
+            matrix = self._source.read(name, slice(i, i + 1))[0]
+            yield from ((rows, np.ascontiguousarray(matrix[rows])) for rows in self._row_blocks(name))
+
     def _row_blocks(self, name: str) -> Iterator[slice]:
         """Slices of the rows of a matrix, whole tiles of bounded size."""
         stored = self._source.tensors[name]
-        n_rows, n_columns = stored.shape
+        n_rows, n_columns = stored.shape[-2:]
         row_nbytes = max(n_columns * codes.VALUE_DTYPES[stored.dtype.lower()].itemsize, 1)
         step = max(BLOCK_NBYTES // row_nbytes // TILE_ROWS, 1) * TILE_ROWS
         return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))

@@ -53,28 +53,41 @@ void fill(Linear& linear, Pool& pool, int64_t n_rows, int64_t n_columns, Kind ki
   linear.weight = w;
 }
 
-void fill(std::vector<float>& norm, int64_t n) {
-  norm.assign(static_cast<size_t>(pad_to(n, kTileRows)), 0.0f);
-  for (int64_t i = 0; i < n; i++) norm[i] = 1.0f + draw_float() / 4;
+void fill(Norm& norm, int64_t n) {
+  norm.n = n;
+  norm.weight.assign(static_cast<size_t>(pad_to(n, kTileRows)), 0.0f);
+  for (int64_t i = 0; i < n; i++) norm.weight[i] = 1.0f + draw_float() / 4;
 }
 
 // One model on all the tokens and, again, on the last one by itself.
-void run(const ModelConfig& c, int activation_bits) {
+void run(const ModelConfig& c) {
   Pool pool(2);
-  Model model(c, 2, TIER, activation_bits);
+  Model model(c, 2, TIER);
   fill(model.embedding, pool, 99, 72, Kind::kInt8);
   fill(model.final_norm, 72);
   for (int i = 0; i < 2; i++) {
     Layer& l = model.layer(i);
-    fill(l.input_norm, 72);
-    fill(l.post_norm, 72);
+    fill(l.attention_norm, 72);
+    fill(l.mlp_norm, 72);
+    if (i == 1) fill(l.q_norm, 12), fill(l.k_norm, 24), fill(l.attention_out_norm, 72);
+    if (i == 1) l.sinks = {1, 2, -1, 0, 0.5f, 3};
     fill(l.q, pool, 72, 72, i == 0 ? Kind::kInt4 : Kind::kF16);
     fill(l.k, pool, 24, 72, Kind::kInt4, 72);
     fill(l.v, pool, 24, 72, i == 0 ? Kind::kBf16 : Kind::kFp4);
     fill(l.o, pool, 72, 72, i == 0 ? Kind::kF32 : Kind::kNf4);
-    fill(l.gate, pool, 200, 72, i == 0 ? Kind::kInt4 : Kind::kInt4z);
-    fill(l.up, pool, 200, 72, Kind::kInt8);
-    fill(l.down, pool, 72, 200, Kind::kInt4, 128);
+    fill(l.mlp.gate, pool, 200, 72, i == 0 ? Kind::kInt4 : Kind::kInt4z);
+    fill(l.mlp.up, pool, 200, 72, Kind::kInt8);
+    fill(l.mlp.down, pool, 72, 200, Kind::kInt4, 128);
+  }
+  Layer& routed = model.layer(2);
+  fill(routed.mlp_norm, 72);
+  fill(routed.qkv, pool, 72 + 2 * 24, 72, Kind::kInt4);
+  fill(routed.o, pool, 72, 72, Kind::kInt4, 72);
+  fill(routed.router, pool, 3, 72, Kind::kF32);
+  routed.experts.resize(3);
+  for (FeedForward& f : routed.experts) {
+    fill(f.gate_up, pool, 2 * 40, 72, Kind::kInt4);
+    fill(f.down, pool, 72, 40, Kind::kInt8);
   }
   std::vector<int32_t> tokens(100);
   for (int32_t& t : tokens) t = static_cast<int32_t>(draw() % 99);
@@ -92,11 +105,16 @@ void run(const ModelConfig& c, int activation_bits) {
 
 int main() {
   ModelConfig c;
-  c.vocab_size = 99, c.hidden_size = 72, c.intermediate_size = 200, c.n_layers = 2;
-  c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 12, c.norm_eps = 1e-5f;
-  c.windows = {0, 30};
-  for (int i = 0; i < 6; i++) c.inverse_frequencies.push_back(1.0f / static_cast<float>(1 + i * i));
-  run(c, 16);
-  run(c, 8);
+  c.vocab_size = 99, c.hidden_size = 72, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 12, c.norm_eps = 1e-5f;
+  c.attention_scale = 0.3f, c.n_experts_per_token = 2;
+  RopeFrequencies rope{6, 40, 1.0f, {}};  // 6 pairs; from position 40 on, those of a second row
+  for (int i = 0; i < 12; i++) rope.values.push_back(1.0f / static_cast<float>(1 + i * i));
+  c.ropes = {rope};
+  c.layers = {{0, 0}, {0, 30}, {-1, 0}};
+  c.attention_softcap = 5.0f, c.final_softcap = 20.0f, c.activation = Activation::kGeluTanh;
+  for (const int bits : {16, 8}) {
+    c.activation_bits = bits;
+    run(c);
+  }
   std::printf("%016llx\n", static_cast<unsigned long long>(digest));
 }

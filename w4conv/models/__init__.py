@@ -6,23 +6,52 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from w4conv.errors import InputError
-from w4conv.models import llama, mistral, qwen2
+from w4conv.models import (
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    granitemoe,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from w4conv.models.config import Config
-from w4conv.models.spec import ModelSpec, RopeSpec, TensorSpec
+from w4conv.models.rope import RopeSpec
+from w4conv.models.spec import ModelSpec, TensorSpec
 
 __all__ = ["ModelSpec", "RopeSpec", "TensorSpec", "parse_config"]
 
 
 class Family(Protocol):
-    """What a module of this package offers."""
+    """What a module of this package offers.
 
-    ARCHITECTURE: str
-    MODEL_TYPE: str
+    ARCHITECTURES: the names in `architectures`, each with its `model_type`.
+    """
 
-    def parse(self, config: Config) -> ModelSpec: ...
+    @property
+    def ARCHITECTURES(self) -> Mapping[str, str]: ...  # noqa: N802 - a module's constant
+
+    def parse(self, config: Config, architecture: str) -> ModelSpec: ...
 
 
-FAMILIES: Final[tuple[Family, ...]] = (llama, mistral, qwen2)
+FAMILIES: Final[tuple[Family, ...]] = (
+    llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, smollm3, phi3, gemma2, gemma3, olmo2, granite, granitemoe,
+    gpt_oss,
+)  # fmt: skip
+_BY_ARCHITECTURE: Final = {name: family for family in FAMILIES for name in family.ARCHITECTURES}
+_BY_TYPE: Final = {kind: name for family in FAMILIES for name, kind in family.ARCHITECTURES.items()}
+
+
+def known_architectures() -> tuple[str, ...]:
+    """All names that `architectures` may hold."""
+    return tuple(_BY_ARCHITECTURE)
 
 
 def parse_config(config: Mapping[str, object]) -> ModelSpec:
@@ -31,26 +60,25 @@ def parse_config(config: Mapping[str, object]) -> ModelSpec:
     Raises InputError naming the key: an unsupported architecture or feature, a missing or nonsensical value.
     """
     settings = Config(config)
-    return _family(settings).parse(settings)
+    architecture = _architecture(settings)
+    return _BY_ARCHITECTURE[architecture].parse(settings, architecture)
 
 
-def _family(config: Config) -> Family:
-    """The family by `architectures`, or by `model_type` where that is absent."""
-    known = ", ".join(family.ARCHITECTURE for family in FAMILIES)
-    by_type = {family.MODEL_TYPE: family for family in FAMILIES}
-    by_architecture = {family.ARCHITECTURE: family for family in FAMILIES}
+def _architecture(config: Config) -> str:
+    """By `architectures`, or by `model_type` where that is absent."""
+    known = ", ".join(_BY_ARCHITECTURE)
     model_type = config.text("model_type", "")
     architectures = config.get("architectures")
     if not architectures:
-        if model_type not in by_type:
+        if model_type not in _BY_TYPE:
             raise InputError(f"config.json: model_type: {model_type[:60]!r} is not supported; known are {known}")
-        return by_type[model_type]
+        return _BY_TYPE[model_type]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise config.error("architectures", "expected a list of names")
-    if len(architectures) > 1 or architectures[0] not in by_architecture:
+    name = architectures[0]
+    if len(architectures) > 1 or name not in _BY_ARCHITECTURE:
         named = ", ".join(str(name)[:60] for name in architectures[:4])
         raise config.error("architectures", f"{named} is not supported; known are {known}")
-    family = by_architecture[architectures[0]]
-    if by_type.get(model_type, family) is not family:
-        raise config.error("model_type", f"{model_type!r} contradicts architectures {architectures[0]}")
-    return family
+    if _BY_TYPE.get(model_type, name) not in _BY_ARCHITECTURE[name].ARCHITECTURES:
+        raise config.error("model_type", f"{model_type!r} contradicts architectures {name}")
+    return name

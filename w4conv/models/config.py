@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from w4conv.errors import InputError
-from w4conv.models.spec import ModelSpec, RopeSpec
 
 MAX_WIDTH: Final = 1 << 20  # hidden and feed-forward sizes
 MAX_VOCABULARY: Final = 1 << 24
@@ -15,8 +14,7 @@ MAX_LAYERS: Final = 1024
 MAX_HEADS: Final = 1024
 MAX_HEAD_DIM: Final = 1024
 MAX_POSITIONS: Final = 1 << 26
-
-ROPE_SCALINGS: Final = ("default", "linear", "llama3")
+MAX_EXPERTS: Final = 1024
 
 
 class Config:
@@ -66,6 +64,21 @@ class Config:
             raise self.error(key, f"expected a string, got {_short(value)}")
         return value
 
+    def numbers(self, key: str, *, high: int) -> tuple[float, ...]:
+        """Up to `high` positive finite numbers."""
+        value = self._default(key, None)
+        if not isinstance(value, list) or len(value) > high:
+            raise self.error(key, f"expected a list of at most {high} numbers, got {_short(value)}")
+        return tuple(Config({key: item}, self._where).number(key) for item in value)
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> Config:
+        """This one, with values for keys that are absent; a key with the value null stays so."""
+        return Config({**defaults, **self._values}, self._where)
+
+    def replaced(self, key: str, value: object) -> Config:
+        """This one with another value for a key; null takes it away."""
+        return Config({**self._values, key: value}, self._where)
+
     def section(self, key: str) -> Config:
         """The object under `key`; empty when absent or null."""
         value = self._values.get(key)
@@ -88,86 +101,6 @@ class Config:
         if value is None:
             raise self.error(key, "is missing")
         return value
-
-
-def decoder(
-    config: Config,
-    *,
-    family: str,
-    architecture: str,
-    default_kv_heads: int | None,
-    default_max_positions: int,
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
-) -> ModelSpec:
-    """The part of a ModelSpec that all families of the Llama shape read alike; without sliding windows."""
-    activation = config.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):  # two names of the same function
-        raise config.error("hidden_act", f"{activation!r} is not supported; only silu is")
-    hidden = config.integer("hidden_size", high=MAX_WIDTH)
-    heads = config.integer("num_attention_heads", high=MAX_HEADS)
-    if default_kv_heads is None or config.is_null("num_key_value_heads"):
-        default_kv_heads = heads
-    kv_heads = config.integer("num_key_value_heads", default_kv_heads, high=MAX_HEADS)
-    if heads % kv_heads:
-        raise config.error("num_key_value_heads", f"{kv_heads} does not divide the {heads} attention heads")
-    if "head_dim" not in config and hidden % heads:
-        raise config.error(
-            "num_attention_heads", f"{heads} does not divide hidden_size {hidden}, and there is no head_dim"
-        )
-    head_dim = config.integer("head_dim", max(1, hidden // heads), high=MAX_HEAD_DIM)
-    if head_dim % 2:
-        raise config.error("head_dim", f"{head_dim} is odd; rotary embeddings need pairs")
-    max_positions = config.integer("max_position_embeddings", default_max_positions, high=MAX_POSITIONS)
-    return ModelSpec(
-        family=family,
-        architecture=architecture,
-        vocab_size=config.integer("vocab_size", high=MAX_VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
-        n_layers=config.integer("num_hidden_layers", high=MAX_LAYERS),
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope(config, max_positions),
-        max_positions=max_positions,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        tied_head=config.flag("tie_word_embeddings"),
-    )
-
-
-def rope(config: Config, max_positions: int) -> RopeSpec:
-    """Rotary settings, in the older form (`rope_theta` and `rope_scaling`) or the newer one (`rope_parameters`).
-
-    `rope_scaling` wins where both are given, and a theta inside the object wins over the one beside it, as in
-    transformers.
-    """
-    key = "rope_parameters" if config.section("rope_scaling").empty() else "rope_scaling"
-    settings = config.section(key)
-    if settings.has_objects():
-        raise config.error(key, "settings that differ between kinds of layers are not supported")
-    theta = settings.number("rope_theta", config.number("rope_theta", 10000.0))
-    for place in (settings, config):
-        if place.number("partial_rotary_factor", 1.0) != 1.0:
-            raise place.error("partial_rotary_factor", "rotating a part of each head is not supported")
-    scaling = settings.text("rope_type", settings.text("type", "default"))
-    if scaling not in ROPE_SCALINGS:
-        raise settings.error("rope_type", f"{scaling!r} is not supported; known are {', '.join(ROPE_SCALINGS)}")
-    if scaling == "default":
-        return RopeSpec(theta)
-    factor = settings.number("factor")
-    if scaling == "linear":
-        return RopeSpec(theta, scaling, factor)
-    low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
-    if low >= high:
-        raise settings.error("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
-    original = settings.integer("original_max_position_embeddings", max_positions, high=MAX_POSITIONS)
-    original = config.integer("original_max_position_embeddings", original, high=MAX_POSITIONS)
-    return RopeSpec(theta, scaling, factor, low, high, original)
 
 
 def _short(value: object) -> str:

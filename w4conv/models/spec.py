@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
-Role = Literal["embedding", "head", "linear", "norm", "bias"]
+from w4conv.models.rope import RopeSpec
+
+Role = Literal["embedding", "head", "linear", "router", "norm", "bias"]
+
+# Where RMSNorm stands: the engine's places, and the checkpoint's names.
+NORMS_BEFORE: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+NORMS_AFTER: Final = {
+    "attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+NORMS_AROUND: Final = {
+    "attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +27,11 @@ class TensorSpec:
     """One tensor that a model needs: its Hugging Face name, its shape, and what it is for.
 
     layer: index of the decoder layer, or None for embedding, final norm and head.
-    part: place in the layer: "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-        "input_layernorm", "post_attention_layernorm", "q_proj.bias", ..., or "embed_tokens", "norm", "lm_head".
+    part: place in the layer: "q_proj", "k_proj", "v_proj" or "qkv_proj", "o_proj", "gate_proj" and "up_proj" or
+        "gate_up_proj", "down_proj", "router", a key of NORMS_AROUND, "q_norm", "k_norm", "sinks", "q_proj.bias", ...,
+        or "embed_tokens", "norm", "lm_head".
+    expert: index of the expert it belongs to. None outside of experts, and where one tensor holds a matrix, or the
+        bias, of every expert: shape (n_experts, n_rows, n_columns), or (n_experts, n_rows).
     """
 
     name: str
@@ -23,49 +39,54 @@ class TensorSpec:
     role: Role
     layer: int | None
     part: str
+    expert: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The part, with the expert where it has one: unique in its layer."""
+        return self.part if self.expert is None else f"experts.{self.expert}.{self.part}"
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: base and scaling.
+class Experts:
+    """A mixture of experts in place of the feed-forward part of layers.
 
-    scaling: "default", "linear" or "llama3"; the other fields hold what that scaling needs (FORMATS: config.json keys
-    `factor`, `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`).
+    matrices, biases: part ("gate_proj", "up_proj" or "gate_up_proj", "down_proj") -> name in the layer, with "{}" for
+        the expert's index, or without where one tensor holds all of them.
+    renormalized: an expert's weight is the softmax over those chosen; else over all.
+    layers: which layers have experts.
     """
 
-    theta: float
-    scaling: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-
-    def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """head_dim / 2 angular frequencies in radians a position, one for each pair (i, i + head_dim / 2)."""
-        plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-        if self.scaling == "linear":
-            return tuple(f / self.factor for f in plain)
-        if self.scaling == "llama3":
-            return tuple(self._llama3(f) for f in plain)
-        return tuple(plain)
-
-    def _llama3(self, frequency: float) -> float:
-        # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.
-        turns = self.original_max_positions * frequency / (2 * math.pi)
-        if turns > self.high_freq_factor:
-            return frequency
-        if turns < self.low_freq_factor:
-            return frequency / self.factor
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - blend) * frequency / self.factor + blend * frequency
+    n_experts: int
+    n_per_token: int
+    intermediate_size: int
+    router: str
+    matrices: Mapping[str, str]
+    layers: tuple[bool, ...]
+    renormalized: bool = True
+    biases: Mapping[str, str] = field(default_factory=dict)
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer of the Llama shape (RMSNorm first, rotary attention, gated SiLU feed-forward)."""
+    """A decoder-only transformer: RMSNorm, rotary attention, gated feed-forward layers.
 
-    family: str  # the file in w4conv/models: "llama", "mistral", "qwen2"
-    architecture: str  # as in config.json: "LlamaForCausalLM"
+    family: the file in w4conv/models. architecture: as in config.json.
+    max_positions: the longest sequence, with rope scaling.
+    rope: of all layers; where local_rope is given, that one rotates the layers with a window. no_rope: layers without.
+    sliding_windows: a window for each layer, 0 = none; empty = none anywhere.
+    norms: a NORMS_ constant. norm_offset: added to the weights of every RMSNorm.
+    qk_norm: RMSNorm on queries and keys before the rotation, of each "head" or of the whole "row"; "" for none.
+    fused: matrices that hold several: "qkv" (queries' rows, then keys', then values'), "gate_up" (the gate's first).
+    interleaved: the rows of gate and up alternate.
+    activation: "silu", "gelu_tanh" or "clamped_silu".
+    attention_scale: factor of q.k; 0 stands for 1 / sqrt(head_dim). residual_scale: factor of each branch's output.
+    softcaps: x -> cap * tanh(x / cap); 0 for none. sinks: a logit a head that takes part in the softmax.
+    """
+
+    family: str
+    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -76,50 +97,120 @@ class ModelSpec:
     norm_eps: float
     rope: RopeSpec
     max_positions: int
-    sliding_windows: tuple[int, ...] = ()  # a window for each layer, 0 = none; empty = none anywhere
+    sliding_windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     tied_head: bool = False
+    local_rope: RopeSpec | None = None
+    no_rope: frozenset[int] = frozenset()
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS_BEFORE)
+    norm_offset: float = 0.0
+    qk_norm: Literal["", "head", "row"] = ""
+    fused: frozenset[str] = frozenset()
+    interleaved: bool = False
+    activation: str = "silu"
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    final_softcap: float = 0.0
+    sinks: bool = False
+    experts: Experts | None = None
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every tensor of the model in the order a forward pass touches them; a tied head is not listed."""
-        out = [
-            TensorSpec(
-                "model.embed_tokens.weight", (self.vocab_size, self.hidden_size), "embedding", None, "embed_tokens"
-            )
-        ]
+        vocabulary = (self.vocab_size, self.hidden_size)
+        out = [TensorSpec("model.embed_tokens.weight", vocabulary, "embedding", None, "embed_tokens")]
         for layer in range(self.n_layers):
-            out += self._layer(layer)
+            out += self.layer_tensors(layer)
         out.append(TensorSpec("model.norm.weight", (self.hidden_size,), "norm", None, "norm"))
         if not self.tied_head:
-            out.append(TensorSpec("lm_head.weight", (self.vocab_size, self.hidden_size), "head", None, "lm_head"))
+            out.append(TensorSpec("lm_head.weight", vocabulary, "head", None, "lm_head"))
         return tuple(out)
 
-    def _layer(self, layer: int) -> list[TensorSpec]:
-        hidden, inner = self.hidden_size, self.intermediate_size
+    def layer_tensors(self, layer: int) -> list[TensorSpec]:
+        """Those of one layer."""
+        out = [*self._norm(layer, "attention_norm"), *self._attention(layer), *self._norm(layer, "attention_out_norm")]
+        out += self._norm(layer, "mlp_norm")
+        out += self._experts(layer) if self.routed(layer) else self._mlp(layer)
+        return out + self._norm(layer, "mlp_out_norm")
+
+    def routed(self, layer: int) -> bool:
+        """Whether the layer's feed-forward part is a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    def rope_index(self, layer: int) -> int:
+        """0 for `rope`, 1 for `local_rope`, -1 for none."""
+        if layer in self.no_rope:
+            return -1
+        return int(self.local_rope is not None and self.window(layer) > 0)
+
+    def window(self, layer: int) -> int:
+        """Newest keys that the layer sees; 0 for all."""
+        return self.sliding_windows[layer] if self.sliding_windows else 0
+
+    def _norm(self, layer: int, part: str) -> list[TensorSpec]:
+        if part not in self.norms:
+            return []
+        name = f"model.layers.{layer}.{self.norms[part]}.weight"
+        return [TensorSpec(name, (self.hidden_size,), "norm", layer, part)]
+
+    def _linear(self, layer: int, module: str, n_out: int, n_in: int, *, bias: bool) -> Iterator[TensorSpec]:
+        name, part = f"model.layers.{layer}.{module}", module.rpartition(".")[2]
+        yield TensorSpec(f"{name}.weight", (n_out, n_in), "linear", layer, part)
+        if bias:
+            yield TensorSpec(f"{name}.bias", (n_out,), "bias", layer, f"{part}.bias")
+
+    def _attention(self, layer: int) -> Iterator[TensorSpec]:
+        hidden = self.hidden_size
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        prefix = f"model.layers.{layer}."
-        out: list[TensorSpec] = []
+        if "qkv" in self.fused:
+            yield from self._linear(layer, "self_attn.qkv_proj", q + 2 * kv, hidden, bias=self.qkv_bias)
+        else:
+            for part, width in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+                yield from self._linear(layer, f"self_attn.{part}", width, hidden, bias=self.qkv_bias)
+        prefix = f"model.layers.{layer}.self_attn."
+        if self.qk_norm:
+            for part, width in (("q_norm", q), ("k_norm", kv)):
+                shape = (self.head_dim if self.qk_norm == "head" else width,)
+                yield TensorSpec(f"{prefix}{part}.weight", shape, "norm", layer, part)
+        if self.sinks:
+            yield TensorSpec(f"{prefix}sinks", (self.n_heads,), "bias", layer, "sinks")
+        yield from self._linear(layer, "self_attn.o_proj", hidden, q, bias=self.o_bias)
 
-        def norm(part: str) -> None:
-            out.append(TensorSpec(f"{prefix}{part}.weight", (hidden,), "norm", layer, part))
+    def _mlp(self, layer: int) -> Iterator[TensorSpec]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        if "gate_up" in self.fused:
+            yield from self._linear(layer, "mlp.gate_up_proj", 2 * inner, hidden, bias=self.mlp_bias)
+        else:
+            for part in ("gate_proj", "up_proj"):
+                yield from self._linear(layer, f"mlp.{part}", inner, hidden, bias=self.mlp_bias)
+        yield from self._linear(layer, "mlp.down_proj", hidden, inner, bias=self.mlp_bias)
 
-        def linear(module: str, part: str, n_out: int, n_in: int, *, bias: bool) -> None:
-            out.append(TensorSpec(f"{prefix}{module}.{part}.weight", (n_out, n_in), "linear", layer, part))
-            if bias:
-                out.append(TensorSpec(f"{prefix}{module}.{part}.bias", (n_out,), "bias", layer, f"{part}.bias"))
-
-        norm("input_layernorm")
-        linear("self_attn", "q_proj", q, hidden, bias=self.qkv_bias)
-        linear("self_attn", "k_proj", kv, hidden, bias=self.qkv_bias)
-        linear("self_attn", "v_proj", kv, hidden, bias=self.qkv_bias)
-        linear("self_attn", "o_proj", hidden, q, bias=self.o_bias)
-        norm("post_attention_layernorm")
-        linear("mlp", "gate_proj", inner, hidden, bias=self.mlp_bias)
-        linear("mlp", "up_proj", inner, hidden, bias=self.mlp_bias)
-        linear("mlp", "down_proj", hidden, inner, bias=self.mlp_bias)
-        return out
+    def _experts(self, layer: int) -> Iterator[TensorSpec]:
+        assert self.experts is not None
+        e, prefix = self.experts, f"model.layers.{layer}."
+        shapes = {
+            "gate_proj": (e.intermediate_size, self.hidden_size),
+            "up_proj": (e.intermediate_size, self.hidden_size),
+            "gate_up_proj": (2 * e.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, e.intermediate_size),
+        }
+        yield TensorSpec(f"{prefix}{e.router}.weight", (e.n_experts, self.hidden_size), "router", layer, "router")
+        if e.router_bias:
+            yield TensorSpec(f"{prefix}{e.router}.bias", (e.n_experts,), "bias", layer, "router.bias")
+        for expert in range(e.n_experts):
+            for part, name in e.matrices.items():
+                if "{}" in name:
+                    yield TensorSpec(prefix + name.format(expert), shapes[part], "linear", layer, part, expert)
+        for part, name in e.matrices.items():
+            if "{}" not in name:
+                yield TensorSpec(prefix + name, (e.n_experts, *shapes[part]), "linear", layer, part)
+            if part in e.biases:
+                shape = (e.n_experts, shapes[part][0])
+                yield TensorSpec(prefix + e.biases[part], shape, "bias", layer, f"{part}.bias")
 
     @property
     def n_parameters(self) -> int:

@@ -93,11 +93,12 @@ class Recipe:
         unused = {pattern for pattern, _ in self.rules}
         out = {}
         for t in spec.tensors():
-            if len(t.shape) < 2 or t.role in ("norm", "bias"):
+            if len(t.shape) < 2 or t.role == "bias":  # the biases of experts are matrices
                 out[t.name] = Choice("keep", 0)
                 continue
             roles = ("embedding", "head") if t.role == "embedding" and spec.tied_head else (t.role,)
-            found = Rule(self.embeddings if t.role in ("embedding", "head") else self.linear, self.group_size)
+            words = {"linear": self.linear, "router": "keep"}  # routers are small, and what they choose is a jump
+            found = Rule(words.get(t.role, self.embeddings), self.group_size)
             for pattern, rule in self.rules:
                 if pattern in roles or fnmatch.fnmatchcase(t.name, pattern):
                     found = replace(found, **rule.record())

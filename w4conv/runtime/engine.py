@@ -29,25 +29,56 @@ class TokenSampler(Protocol):
     def __call__(self, logits: F32Array) -> int: ...
 
 
+Bytes = npt.NDArray[np.uint8]
+# A matrix as the container has it: scheme, shape, raw parts by kind.
+Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, Bytes]]
+
+
 def _new_native(
-    spec: ModelSpec, *, n_layers: int, windows: Sequence[int], threads: int | None, activations: str
+    spec: ModelSpec, layers: Sequence[int], *, n_positions: int, threads: int | None, activations: str
 ) -> _native.Model:
+    """An engine for some layers of the model, without weights."""
     if activations not in ACTIVATION_BITS:
         raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
-    return _native.new_model(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        n_layers=n_layers,
-        n_heads=spec.n_heads,
-        n_kv_heads=spec.n_kv_heads,
-        head_dim=spec.head_dim,
-        norm_eps=spec.norm_eps,
-        inverse_frequencies=list(spec.rope.inverse_frequencies(spec.head_dim)),
-        windows=list(windows),
-        threads=threads or kernels.default_threads(),
-        activation_bits=ACTIVATION_BITS[activations],
-    )
+    c = _native.ModelConfig()
+    c.vocab_size, c.hidden_size, c.norm_eps = spec.vocab_size, spec.hidden_size, spec.norm_eps
+    c.n_heads, c.n_kv_heads, c.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
+    c.attention_scale = spec.attention_scale or spec.head_dim**-0.5
+    c.attention_softcap, c.final_softcap = spec.attention_softcap, spec.final_softcap
+    c.embedding_scale, c.residual_scale = spec.embedding_scale, spec.residual_scale
+    c.logits_divisor, c.interleaved = spec.logits_divisor, spec.interleaved
+    c.activation_bits = ACTIVATION_BITS[activations]
+    c.set_activation(spec.activation)
+    if spec.experts is not None:
+        c.n_experts_per_token, c.renormalized = spec.experts.n_per_token, spec.experts.renormalized
+    for rope in (spec.rope, spec.local_rope):
+        for table in rope.tables(spec.head_dim, n_positions) if rope is not None else ():
+            c.add_rope(*table)
+    for layer in layers:
+        c.add_layer(spec.rope_index(layer), spec.window(layer))
+    return _native.new_model(c, threads or kernels.default_threads())
+
+
+def _set_matrix(native: _native.Model, t: TensorSpec, layer: int, matrix: Matrix) -> None:
+    scheme, shape, parts = matrix
+    if len(shape) == 2:
+        stack = [(-1 if t.expert is None else t.expert, parts)]
+    else:  # the matrices of all experts, one after another
+        stack = [(i, {kind: part.reshape(shape[0], -1)[i] for kind, part in parts.items()}) for i in range(shape[0])]
+    for expert, own in stack:
+        native.set_linear(layer, expert, t.part, kernels.matrix_parts(scheme, (shape[-2], shape[-1]), own))
+
+
+def _set_vector(native: _native.Model, t: TensorSpec, layer: int, values: F32Array, norm_offset: float) -> None:
+    if t.part == "sinks":
+        native.set_sinks(layer, values)
+    elif t.role == "norm":
+        native.set_norm(layer, t.part, values + np.float32(norm_offset))
+    else:
+        rows = values if values.ndim == 2 else values[None]
+        experts = range(len(rows)) if values.ndim == 2 else [-1 if t.expert is None else t.expert]
+        for expert, row in zip(experts, rows, strict=True):
+            native.set_bias(layer, expert, t.part.removesuffix(".bias"), np.ascontiguousarray(row))
 
 
 class Model:
@@ -93,8 +124,8 @@ class Model:
         spec = self.spec
         native = _new_native(
             spec,
-            n_layers=spec.n_layers,
-            windows=spec.sliding_windows,
+            range(spec.n_layers),
+            n_positions=self.ctx,
             threads=self.threads,
             activations=self.activations,
         )
@@ -102,11 +133,11 @@ class Model:
             info = self._info(tensor)
             layer = -1 if tensor.layer is None else tensor.layer
             if tensor.role in ("norm", "bias"):
-                native.set_vector(layer, tensor.part, self.container.dequantize(tensor.name))
+                _set_vector(native, tensor, layer, self.container.dequantize(tensor.name), spec.norm_offset)
                 continue
             parts = {part.kind: self.container.bytes_of(part) for part in info.parts}
-            n_rows, n_columns = info.shape
-            native.set_linear(layer, tensor.part, kernels.matrix_parts(info.scheme, (n_rows, n_columns), parts))
+            _set_matrix(native, tensor, layer, (info.scheme, tensor.shape, parts))
+        native.check_shapes()
         return native
 
     def _info(self, tensor: TensorSpec) -> TensorInfo:
@@ -122,18 +153,22 @@ class Model:
 
     @property
     def bytes_per_token(self) -> int:
-        """Weight bytes that decoding one token reads: layers, norms and head whole, one row of the embedding."""
+        """Weight bytes that decoding one token reads: layers, norms and head whole, of experts those that a token goes
+        to, one row of the embedding."""
         total = 0
+        experts = self.spec.experts
         for tensor in self.spec.tensors():
             nbytes = sum(part.nbytes for part in self.container.tensors[tensor.name].parts)
             if tensor.role == "embedding" and not self.spec.tied_head:
                 nbytes //= self.spec.vocab_size
+            if experts is not None and (tensor.expert is not None or len(tensor.shape) == 3):
+                nbytes = nbytes * experts.n_per_token // experts.n_experts
             total += nbytes
         return total
 
     def session(self) -> Session:
         """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
-        return Session(self._native, self._native.session(self.ctx, self.kv == "f32"), self.spec.vocab_size)
+        return Session(self._native, self._native.session(self.ctx, self.kv == "f32"), self.spec)
 
     def logits(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> F32Array:
         """Logits after each token of a fresh sequence: (n_tokens, vocab_size) float32."""
@@ -176,10 +211,16 @@ class Model:
 
 
 class Session:
-    """The keys and values of one sequence; made by Model.session()."""
+    """The keys and values of one sequence; made by Model.session().
 
-    def __init__(self, model: _native.Model, session: _native.Session, vocab_size: int) -> None:
-        self._model, self._session, self._vocab_size = model, session, vocab_size
+    The logits after a token are those of the sequence up to it, however tokens are split over calls. Where the rotary
+    embedding changes with the length of a sequence ("longrope"), all tokens are therefore run again when that happens.
+    """
+
+    def __init__(self, model: _native.Model, session: _native.Session, spec: ModelSpec) -> None:
+        self._model, self._session, self._vocab_size = model, session, spec.vocab_size
+        self._short = spec.rope.original_max_positions if spec.rope.scaling == "longrope" else None
+        self._ids = np.empty(0, np.int32)  # kept where they may have to be run again
 
     @property
     def n_tokens(self) -> int:
@@ -203,22 +244,48 @@ class Session:
         if bad.size:
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}")
         out = np.empty((ids.size if all_logits else 1, self._vocab_size), np.float32)
-        # Pieces of the native limit, so that an interrupt is seen between them.
-        for start in range(0, ids.size, _native.MAX_TOKENS):
-            piece = ids[start : start + _native.MAX_TOKENS].astype(np.int32)
-            self._model.forward(self._session, piece, out[start : start + piece.size] if all_logits else out)
+        tokens = ids.astype(np.int32)
+        if self._short is None:
+            self._run(tokens, out)
+            return out
+        n_short = min(max(self._short - self.n_tokens, 0), tokens.size)
+        self._ids = np.concatenate([self._ids, tokens])
+        if n_short and (all_logits or n_short == tokens.size):
+            self._run(tokens[:n_short], out[:n_short])
+        if n_short < tokens.size:
+            before = self._ids.size - (tokens.size - n_short)
+            if self._session.rope_offset == 0:
+                self._restart(before, rope_offset=1)
+            self._run(tokens[n_short:], out[n_short:] if all_logits else out)
         return out
+
+    def _run(self, tokens: npt.NDArray[np.int32], out: F32Array) -> None:
+        # Pieces of the native limit, so that an interrupt is seen between them.
+        for start in range(0, tokens.size, _native.MAX_TOKENS):
+            piece = tokens[start : start + _native.MAX_TOKENS]
+            rows = out[start : start + piece.size] if len(out) == tokens.size else out
+            self._model.forward(self._session, piece, rows)
+
+    def _restart(self, n_tokens: int, *, rope_offset: int) -> None:
+        """Run the first n_tokens again, by one of the two rotary embeddings."""
+        self._session.truncate(0)
+        self._session.rope_offset = rope_offset
+        if n_tokens:
+            self._run(self._ids[:n_tokens], np.empty((1, self._vocab_size), np.float32))
 
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`."""
         if not 0 <= n_tokens <= self.n_tokens:
             raise UsageError(f"cannot cut a session of {self.n_tokens} tokens to {n_tokens}")
         self._session.truncate(n_tokens)
+        self._ids = self._ids[:n_tokens]
+        if self._short is not None and n_tokens <= self._short and self._session.rope_offset:
+            self._restart(n_tokens, rope_offset=0)
 
 
 class Captured(NamedTuple):
     """Rows that the products of a layer read: qkv and gate_up (n, hidden_size), o (n, n_heads * head_dim), down
-    (n, intermediate_size), float32."""
+    (n, intermediate_size), or (n, 0) where the layer has experts, float32."""
 
     qkv: F32Array
     o: F32Array
@@ -229,27 +296,31 @@ class Captured(NamedTuple):
 class LayerModel:
     """One decoder layer by itself, for runs in which the model passes by layer after layer.
 
-    parts: raw parts (uint8 arrays, as in the container) of each matrix by its place such as "q_proj", with its scheme;
-    vectors: float32 arrays by place, such as "input_layernorm" and "q_proj.bias". The arrays are kept alive here.
+    matrices: raw parts (uint8 arrays, as in the container) of each matrix by its `TensorSpec.place`, with its scheme;
+    vectors: float32 arrays of norms and biases by place. The arrays are kept alive here.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         layer: int,
-        matrices: Mapping[str, tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]],
+        matrices: Mapping[str, Matrix],
         vectors: Mapping[str, F32Array],
         *,
         threads: int | None = None,
         activations: str = "int16",
     ) -> None:
         self._spec, self._kept = spec, matrices
-        windows = spec.sliding_windows[layer : layer + 1]
-        self._native = _new_native(spec, n_layers=1, windows=windows, threads=threads, activations=activations)
-        for part, values in vectors.items():
-            self._native.set_vector(0, part, values)
-        for part, matrix in matrices.items():
-            self._native.set_linear(0, part, kernels.matrix_parts(*matrix))
+        self._routed = spec.routed(layer)
+        self._native = _new_native(
+            spec, [layer], n_positions=spec.max_positions, threads=threads, activations=activations
+        )
+        for t in spec.layer_tensors(layer):
+            if t.role in ("norm", "bias"):
+                _set_vector(self._native, t, 0, vectors[t.place], spec.norm_offset)
+            else:
+                _set_matrix(self._native, t, 0, matrices[t.place])
+        self._native.check_shapes()
 
     def run(self, hidden: F32Array, *, capture: bool = False) -> Captured | None:
         """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
@@ -258,9 +329,11 @@ class LayerModel:
         """
         n, spec = len(hidden), self._spec
         attended = spec.n_heads * spec.head_dim
-        widths = (spec.hidden_size, attended, spec.hidden_size, spec.intermediate_size)
+        widths = (spec.hidden_size, attended, spec.hidden_size, 0 if self._routed else spec.intermediate_size)
         captured = [np.empty((n if capture else 0, padded_width(w)), np.float32) for w in widths]
         session = self._native.session(n, False)
+        rope = spec.rope
+        session.rope_offset = int(rope.scaling == "longrope" and n > rope.original_max_positions)
         for start in range(0, n, _native.MAX_TOKENS):
             piece = slice(start, min(start + _native.MAX_TOKENS, n))
             self._native.run_layer(session, 0, hidden[piece], *(c[piece] for c in captured))
@@ -283,9 +356,11 @@ class HeadModel:
         activations: str = "int16",
     ) -> None:
         self._spec, self._kept = spec, head
-        self._native = _new_native(spec, n_layers=1, windows=(), threads=threads, activations=activations)
-        self._native.set_vector(-1, "norm", norm)
-        self._native.set_linear(-1, "lm_head", kernels.matrix_parts(*head))
+        self._native = _new_native(spec, [], n_positions=1, threads=threads, activations=activations)
+        tensors = {t.part: t for t in spec.tensors() if t.layer is None}
+        _set_vector(self._native, tensors["norm"], -1, norm, spec.norm_offset)
+        _set_matrix(self._native, tensors.get("lm_head", tensors["embed_tokens"]), -1, head)
+        self._native.check_shapes()
 
     def logits(self, hidden: F32Array) -> F32Array:
         """(n_tokens, padded hidden_size) -> (n_tokens, vocab_size) float32, the very bits of a `Model`."""

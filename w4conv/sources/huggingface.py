@@ -43,6 +43,16 @@ PACKED_ENDINGS: Final = (
     ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map",
     ".SCB", "_blocks", "_scales", ".scales", ".biases", ".qdata", ".input_scale",
 )  # fmt: skip
+# Of a multimodal checkpoint: how the language part's names begin, what they are called alone, and what else there is.
+LANGUAGE_PREFIXES: Final = {
+    "language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head.",
+}  # fmt: skip
+OTHER_PARTS: Final = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.",
+    "model.vision_tower.", "model.multi_modal_projector.", "model.audio_tower.",
+)  # fmt: skip
+# model_type -> endings of stacks of matrices that are stored with rows and columns exchanged, inputs first.
+TRANSPOSED: Final = {"gpt_oss": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE_ADVICE: Final = (
     "PyTorch pickles can run any code when they are read, so w4conv does not read them; "
@@ -64,6 +74,7 @@ class HuggingFaceSource(Source):
         notes: Iterable[str],
         packed: Mapping[str, PackedTensor] | None = None,
         kind: str = "safetensors",
+        transposed: frozenset[str] = frozenset(),
     ) -> None:
         self.path = path
         self.files = tuple(files)
@@ -71,7 +82,10 @@ class HuggingFaceSource(Source):
         self._mapped = tuple(mapped)
         self._packed = packed or {}
         self.kind = kind
-        self.tensors = {n: SourceTensor(n, e.shape, e.dtype, e.dtype) for n, (_, e) in entries.items()}
+        self._transposed = transposed
+        shapes = {n: e.shape for n, (_, e) in entries.items()}
+        shapes |= {n: (*shapes[n][:-2], shapes[n][-1], shapes[n][-2]) for n in transposed}
+        self.tensors = {n: SourceTensor(n, shapes[n], e.dtype, e.dtype) for n, (_, e) in entries.items()}
         self.tensors |= {
             n: SourceTensor(n, p.shape, "F32", p.stored_as, p.coding, p.nbytes) for n, p in self._packed.items()
         }
@@ -88,7 +102,8 @@ class HuggingFaceSource(Source):
         n_rows = entry.shape[0] if entry.shape else 1
         row_nbytes = entry.nbytes // n_rows if n_rows else 0
         raw = file.view(entry.offset + start * row_nbytes, (stop - start) * row_nbytes)
-        return values(raw, entry.dtype, shape)
+        out = values(raw, entry.dtype, shape)
+        return np.ascontiguousarray(np.swapaxes(out, -2, -1)) if name in self._transposed else out
 
     def read_coded(self, name: str, rows: slice) -> CodedRows:
         tensor = self._packed[name]
@@ -131,6 +146,7 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
 
     found = _read_shards(directory, weights, weight_map)
     mapped = {id(file): file for file, _ in found.values()}.values()
+    found = _language_part(found, notes)
     kind = "safetensors"
     packed: dict[str, PackedTensor] = {}
     if any(config.get(key) for key in QUANTIZATION_KEYS):
@@ -145,8 +161,18 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
     entries = {name: place for name, place in found.items() if place[1].dtype in VALUE_DTYPES}
     if ignored := {f"{name} ({place[1].dtype})" for name, place in found.items() if name not in entries}:
         notes.append(f"Left out, as no weight is stored in such a dtype: {_listed(ignored)}.")
+    endings = TRANSPOSED.get(str(config.get("model_type")), ())
+    transposed = frozenset(n for n, (_, e) in entries.items() if endings and n.endswith(endings) and len(e.shape) == 3)
     return HuggingFaceSource(
-        directory, files=files, mapped=mapped, entries=entries, blobs=blobs, notes=notes, packed=packed, kind=kind
+        directory,
+        files=files,
+        mapped=mapped,
+        entries=entries,
+        blobs=blobs,
+        notes=notes,
+        packed=packed,
+        kind=kind,
+        transposed=transposed,
     )
 
 
@@ -175,6 +201,24 @@ def read_sidecars(directory: Path) -> tuple[dict[str, bytes], list[Path]]:
             blobs[name] = read_small(directory / name, **({"cap": cap} if cap else {}))
             files.append(directory / name)
     return blobs, files
+
+
+def _language_part(found: dict[str, tuple[MappedFile, Entry]], notes: list[str]) -> dict[str, tuple[MappedFile, Entry]]:
+    """The language model of a multimodal checkpoint under the names that it has alone; others as they are."""
+    if not any(name.startswith(tuple(LANGUAGE_PREFIXES)) for name in found):
+        return found
+    out = {}
+    for name, place in found.items():
+        prefix = next((p for p in LANGUAGE_PREFIXES if name.startswith(p)), "")
+        if prefix:
+            out[LANGUAGE_PREFIXES[prefix] + name.removeprefix(prefix)] = place
+        elif not name.startswith(OTHER_PARTS):
+            out[name] = place
+    if len(out) < len(found):
+        notes.append(
+            f"Only the language part is read; {len(found) - len(out)} tensors of the other parts are left out."
+        )
+    return out
 
 
 def _check_is_model(directory: Path) -> None:

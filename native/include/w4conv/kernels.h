@@ -101,6 +101,17 @@ struct KvCache {
   int64_t value_stride() const { return pad_to(head_dim, 16); }
 };
 
+// How the scores of one layer become weights: scale times q.k, then cap * tanh(score / cap) where cap > 0. sinks: a logit
+// for each query head that joins the softmax and carries no value; or null.
+struct AttentionRule {
+  float scale = 1, softcap = 0;
+  const float* sinks = nullptr;
+};
+
+// The gate of a feed-forward layer: silu(g) * u; gelu(g) * u in the tanh form; or, with g at most 7 and u within -7..7,
+// g * sigmoid(1.702 g) * (u + 1).
+enum class Activation : uint8_t { kSilu, kGeluTanh, kClampedSilu };
+
 enum class Dtype : uint8_t { kF16, kBf16, kF32 };
 constexpr int64_t dtype_nbytes(Dtype d) { return d == Dtype::kF32 ? 4 : 2; }
 
@@ -129,15 +140,19 @@ struct Kernels {
 
   // out = x * rsqrt(mean(x^2) + eps) * weight; padded rows.
   void (*rmsnorm)(const float* x, const float* weight, float eps, int64_t n, float* out);
-  // out = silu(gate) * up; padded rows.
-  void (*swiglu)(const float* gate, const float* up, int64_t n, float* out);
+  // n a multiple of 16; out may be gate or up.
+  void (*gated)(Activation activation, const float* gate, const float* up, int64_t n, float* out);
+  // x = cap * tanh(x / cap), n a multiple of 16.
+  void (*softcap)(float* x, int64_t n, float cap);
+  // Softmax of n finite values; x and out are padded rows, and may be one.
+  void (*softmax)(const float* x, int64_t n, float* out);
 
   // Store one token's key and value rows (n_kv_heads * head_dim floats each) at `position`.
   void (*store_kv)(const KvCache& cache, int64_t position, const float* key, const float* value);
   // All query heads of one KV head: q and out hold n_group * head_dim floats. Keys first..position are seen.
   // scratch: attention_scratch(n_group, head_dim) floats, aligned to 64.
-  void (*attention)(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position, float scale,
-                    const float* q, float* out, float* scratch);
+  void (*attention)(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position,
+                    const AttentionRule& rule, const float* q, float* out, float* scratch);
 
   // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart. zero_points: of kInt4z, else null.
   // row_scratch: n_columns + 16 floats, byte_scratch: n_columns + 16 bytes.

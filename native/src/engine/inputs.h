@@ -13,11 +13,11 @@ class Inputs {
   // bits: of the activations where they become integers, 16 or 8.
   explicit Inputs(int bits = 16) : bits_(bits) {}
 
-  // Make room for n_tokens rows of n_columns, for products with these matrices.
+  // Make room for n_tokens rows of n_columns, for products with these matrices; those without lines are passed over.
   void plan(int64_t n_tokens, int64_t n_columns, std::initializer_list<const Matrix*> matrices) {
     n_forms_ = 0;
     for (const Matrix* w : matrices) {
-      if (find(*w) != nullptr) continue;
+      if (w->lines == nullptr || find(*w) != nullptr) continue;
       if (n_forms_ == static_cast<int>(forms_.size())) forms_.emplace_back();
       Form& f = forms_[n_forms_++];
       f.is_float = !takes_integers(w->kind);

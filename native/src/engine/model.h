@@ -1,4 +1,4 @@
-// The forward pass of a decoder-only transformer of the Llama shape, on weights that stay where they are mapped.
+// The forward pass of a decoder-only transformer, on weights that stay where they are mapped.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -12,22 +12,52 @@
 
 namespace w4conv {
 
+// What differs from layer to layer.
+struct LayerConfig {
+  int64_t rope = 0;    // which of ModelConfig::ropes; -1 = none
+  int64_t window = 0;  // newest keys that are seen; 0 = all
+};
+
 struct ModelConfig {
-  int64_t vocab_size = 0, hidden_size = 0, intermediate_size = 0, n_layers = 0;
-  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
+  int64_t vocab_size = 0, hidden_size = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0;
   float norm_eps = 0;
-  std::vector<float> inverse_frequencies;  // head_dim / 2
-  std::vector<int64_t> windows;            // one a layer, 0 = none; or empty
+  float attention_scale = 1, attention_softcap = 0;
+  float embedding_scale = 1, residual_scale = 1;  // factors of the embedding rows, and of each branch's output
+  float logits_divisor = 1, final_softcap = 0;
+  Activation activation = Activation::kSilu;
+  bool interleaved = false;  // the rows of a gate_up matrix alternate; else the gate's come first
+  int64_t n_experts_per_token = 0;
+  bool renormalized = true;  // experts' weights: softmax over the chosen; else over all
+  int activation_bits = 16;  // or 8, where products take integers
+  std::vector<RopeFrequencies> ropes;
+  std::vector<LayerConfig> layers;
+  int64_t n_layers() const { return static_cast<int64_t>(layers.size()); }
 };
 
 struct Linear {
   Matrix weight;
   std::vector<float> bias;  // padded rows, or empty
+  bool is_there() const { return weight.lines != nullptr; }
+};
+
+// RMSNorm over runs of n values; n = 0: none.
+struct Norm {
+  int64_t n = 0;
+  std::vector<float> weight;  // padded
+};
+
+struct FeedForward {
+  Linear gate, up, gate_up, down;  // gate and up, or both in gate_up
 };
 
 struct Layer {
-  std::vector<float> input_norm, post_norm;  // padded rows
-  Linear q, k, v, o, gate, up, down;
+  Norm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm;  // before a branch, and on its output
+  Norm q_norm, k_norm;                                              // of each head, or of the whole row
+  std::vector<float> sinks;                                         // one a query head, or empty
+  Linear q, k, v, qkv, o;                                           // q, k and v, or all in qkv
+  FeedForward mlp;
+  Linear router;  // with experts: in place of mlp
+  std::vector<FeedForward> experts;
 };
 
 // Keys and values of one sequence.
@@ -38,6 +68,7 @@ class Session {
   Session& operator=(const Session&) = delete;
 
   int64_t n_tokens = 0;
+  int64_t rope_offset = 0;  // added to the ropes of the layers: the second set of a model that has two
   int64_t n_positions() const { return n_positions_; }
   const KvCache& cache(int64_t layer) const { return layers_[layer]; }
 
@@ -51,8 +82,8 @@ class Session {
 struct Capture {
   float* qkv = nullptr;      // hidden_size
   float* o = nullptr;        // n_heads * head_dim
-  float* gate_up = nullptr;  // hidden_size
-  float* down = nullptr;     // intermediate_size
+  float* gate_up = nullptr;  // hidden_size; the router's too
+  float* down = nullptr;     // inputs of mlp.down
 };
 
 class Model {
@@ -60,14 +91,13 @@ class Model {
   // Tokens of one pass through the layers; longer inputs are cut by the caller.
   static constexpr int64_t kMaxTokens = w4conv::kMaxTokens;
 
-  // activation_bits: 16, or 8, where products take integers.
-  Model(ModelConfig config, int n_threads, const Kernels& kernels, int activation_bits = 16);
+  Model(ModelConfig config, int n_threads, const Kernels& kernels);
 
   const ModelConfig& config() const { return config_; }
   const Kernels& kernels() const { return kernels_; }
   Layer& layer(int64_t i) { return layers_[i]; }
   Linear embedding, head;
-  std::vector<float> final_norm;
+  Norm final_norm;
 
   // Append n <= kMaxTokens tokens (ids below vocab_size; room in the session). logits: [n or 1][vocab_size], for all
   // tokens or the last one.
@@ -81,21 +111,40 @@ class Model {
   void finish(const float* x, int64_t n, float* logits);
 
  private:
+  struct Rows {
+    float* data;
+    int64_t stride;
+    float* operator[](int64_t m) const { return data + m * stride; }
+  };
   struct Product {
     const Linear* linear;
-    float* y;
-    int64_t ldy;
+    Rows y;
   };
-  void multiply(std::initializer_list<Product> products);
+  struct Run {  // one layer's n tokens on their way
+    const Layer& layer;
+    int64_t n;
+    Rows x, normed, out;  // hidden rows; normed ones; a branch's output
+  };
+  Rows rows(Buffer& buffer, int64_t n, int64_t width);
+  void multiply(const std::vector<Product>& products);
   void embed(int32_t token, float* out) const;
+  void normalize(const Norm& norm, const float* x, int64_t n, float* out) const;
+  void branch_off(const Run& run, const Norm& norm, int64_t m);
+  void join(const Run& run, const Linear& last, const Norm& norm, int64_t m);
+
+  void attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture);
+  void feed_forward(const FeedForward& f, int64_t n, Rows out, float* capture_down);
+  void activate(const FeedForward& f, Rows fused, Rows gate, Rows up, int64_t m);
+  void route(const Run& run);
 
   ModelConfig config_;
   const Kernels& kernels_;
   Pool pool_;
-  Rope rope_;
+  std::vector<Rope> ropes_;
   std::vector<Layer> layers_;
   Inputs inputs_;
-  Buffer hidden_, normed_, q_, k_, v_, attended_, gate_, up_, out_, logits_, scratch_, attention_scratch_;
+  Buffer hidden_, normed_, q_, k_, v_, qkv_, attended_, gate_, up_, gate_up_, out_, logits_, scratch_, attention_scratch_;
+  Buffer scores_, expert_out_;
 };
 
 }  // namespace w4conv

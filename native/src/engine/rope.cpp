@@ -1,5 +1,6 @@
 #include "engine/rope.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace w4conv {
@@ -41,30 +42,31 @@ CosSin cos_sin(double x) {
 }  // namespace
 
 void Rope::extend(int64_t n_positions) {
-  const int64_t half = static_cast<int64_t>(frequencies_.size());
-  const int64_t have = half == 0 ? n_positions : static_cast<int64_t>(cos_.size()) / half;
+  const RopeFrequencies& f = frequencies_;
+  const int64_t n = f.n_pairs, n_rows = static_cast<int64_t>(f.values.size()) / n;
+  const int64_t have = static_cast<int64_t>(cos_.size()) / n;
   if (have >= n_positions) return;
-  cos_.resize(static_cast<size_t>(n_positions * half));
-  sin_.resize(static_cast<size_t>(n_positions * half));
+  cos_.resize(static_cast<size_t>(n_positions * n));
+  sin_.resize(static_cast<size_t>(n_positions * n));
   for (int64_t p = have; p < n_positions; p++) {
-    for (int64_t i = 0; i < half; i++) {
-      const float angle = static_cast<float>(p) * frequencies_[i];
-      const CosSin v = cos_sin(angle);
-      cos_[p * half + i] = static_cast<float>(v.cos);
-      sin_[p * half + i] = static_cast<float>(v.sin);
+    const float* row = f.values.data() + std::clamp<int64_t>(p + 1 - f.n_plain, 0, n_rows - 1) * n;
+    for (int64_t i = 0; i < n; i++) {
+      const CosSin v = cos_sin(static_cast<float>(p) * row[i]);
+      cos_[p * n + i] = static_cast<float>(v.cos) * f.magnitude;
+      sin_[p * n + i] = static_cast<float>(v.sin) * f.magnitude;
     }
   }
 }
 
 void Rope::rotate(float* row, int64_t n_heads, int64_t head_dim, int64_t position) const {
-  const int64_t half = head_dim / 2;
-  const float* cos = cos_.data() + position * half;
-  const float* sin = sin_.data() + position * half;
+  const int64_t n = frequencies_.n_pairs;
+  const float* cos = cos_.data() + position * n;
+  const float* sin = sin_.data() + position * n;
   for (int64_t h = 0; h < n_heads; h++, row += head_dim) {
-    for (int64_t i = 0; i < half; i++) {
-      const float a = row[i], b = row[i + half];
+    for (int64_t i = 0; i < n; i++) {
+      const float a = row[i], b = row[i + n];
       row[i] = a * cos[i] - b * sin[i];
-      row[i + half] = b * cos[i] + a * sin[i];
+      row[i + n] = b * cos[i] + a * sin[i];
     }
   }
 }

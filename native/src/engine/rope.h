@@ -5,19 +5,28 @@
 
 namespace w4conv {
 
+// Angular frequencies in radians a position, of the pairs (i, i + n_pairs) at the front of each head; what lies behind
+// 2 * n_pairs is left as it is. Position p takes row p + 1 - n_plain of the rows, the first below and the last above.
+struct RopeFrequencies {
+  int64_t n_pairs = 0;
+  int64_t n_plain = 0;        // positions that take the first row
+  float magnitude = 1;        // of cos and sin
+  std::vector<float> values;  // [row][n_pairs]
+};
+
 // cos and sin of position * frequency, both rounded as float32 products; own arithmetic, as libraries differ in last bits.
 class Rope {
  public:
-  explicit Rope(std::vector<float> inverse_frequencies) : frequencies_(std::move(inverse_frequencies)) {}
+  explicit Rope(RopeFrequencies frequencies) : frequencies_(std::move(frequencies)) {}
 
   // Make the table reach `n_positions`. Not thread-safe.
   void extend(int64_t n_positions);
-  // Rotate n_heads heads of a row in place: pairs (i, i + head_dim / 2).
+  // Rotate n_heads heads of a row in place.
   void rotate(float* row, int64_t n_heads, int64_t head_dim, int64_t position) const;
 
  private:
-  std::vector<float> frequencies_;  // head_dim / 2
-  std::vector<float> cos_, sin_;    // [position][head_dim / 2]
+  RopeFrequencies frequencies_;
+  std::vector<float> cos_, sin_;  // [position][n_pairs]
 };
 
 }  // namespace w4conv

@@ -32,8 +32,8 @@ void store_kv(const KvCache& cache, int64_t position, const float* key, const fl
 
 // scratch, for each query head: out [padded head_dim], scores [kKeyBlock], sums [16], then its running maximum.
 template <class T>
-void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position, float scale,
-                  const float* q, float* out, float* scratch) {
+void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position,
+                  const AttentionRule& rule, const float* q, float* out, float* scratch) {
   const int64_t d = cache.head_dim, stride = cache.value_stride();
   const T* keys = static_cast<const T*>(cache.keys) + kv_head * cache.capacity * d;
   const T* values = static_cast<const T*>(cache.values) + kv_head * cache.capacity * stride;
@@ -43,7 +43,10 @@ void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_
   float* const maxima = sums + n_group * kTileRows;  // [n_group]
   for (int64_t i = 0; i < n_group * stride; i += kLanes) store(acc + i, vf{});
   for (int64_t i = 0; i < n_group * kTileRows; i += kLanes) store(sums + i, vf{});
-  for (int64_t g = 0; g < n_group; g++) maxima[g] = -__builtin_inff();
+  for (int64_t g = 0; g < n_group; g++) {
+    maxima[g] = rule.sinks == nullptr ? -__builtin_inff() : rule.sinks[kv_head * n_group + g];
+    if (rule.sinks != nullptr) sums[g * kTileRows] = 1.0f;  // exp(sink - sink)
+  }
 
   alignas(64) static const int32_t kIota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int64_t start = first / kKeyBlock * kKeyBlock; start <= position; start += kKeyBlock) {
@@ -63,7 +66,9 @@ void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_
         for (int v = 0; v < kVectors; v++) {
           const vi index = load_bits(kIota + v * kLanes) + static_cast<int32_t>(key);
           const vi seen = (vi)(index >= static_cast<int32_t>(first)) & (vi)(index <= static_cast<int32_t>(position));
-          const vf score = select(seen, s[v] * scale, splat(-__builtin_inff()));
+          vf score = s[v] * rule.scale;
+          if (rule.softcap > 0) score = softcap_of(score, splat(rule.softcap));
+          score = select(seen, score, splat(-__builtin_inff()));
           highest = select((vi)(score > highest), score, highest);
           store(scores + g * kKeyBlock + (key - start) + v * kLanes, score);
         }
@@ -106,8 +111,8 @@ void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_
     for (int64_t i = 0; i < d; i++) out[g * d + i] = acc[g * stride + i] / sum;
   }
 }
-void attention(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position, float scale,
-               const float* q, float* out, float* scratch) {
-  cache.wide ? attention_as<float>(cache, kv_head, n_group, first, position, scale, q, out, scratch)
-             : attention_as<uint16_t>(cache, kv_head, n_group, first, position, scale, q, out, scratch);
+void attention(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position,
+               const AttentionRule& rule, const float* q, float* out, float* scratch) {
+  cache.wide ? attention_as<float>(cache, kv_head, n_group, first, position, rule, q, out, scratch)
+             : attention_as<uint16_t>(cache, kv_head, n_group, first, position, rule, q, out, scratch);
 }

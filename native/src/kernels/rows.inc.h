@@ -44,10 +44,58 @@ void rmsnorm(const float* x, const float* weight, float eps, int64_t n, float* o
   for (int64_t i = 0; i < padded; i += kLanes) store(out + i, load(x + i) * r * load(weight + i));
 }
 
-void swiglu(const float* gate, const float* up, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const vf g = load(gate + i);
-    store(out + i, g / (splat(1.0f) + exp_of(-g)) * load(up + i));
+// tanh(x), absolute error below 2e-7.
+inline vf tanh_of(vf x) { return splat(1.0f) - splat(2.0f) / (exp_of(x + x) + splat(1.0f)); }
+
+inline vf softcap_of(vf x, vf cap) { return cap * tanh_of(x / cap); }
+void softcap(float* x, int64_t n, float cap) {
+  for (int64_t i = 0; i < n; i += kLanes) store(x + i, softcap_of(load(x + i), splat(cap)));
+}
+
+void softmax(const float* x, int64_t n, float* out) {
+  float top = x[0];
+  for (int64_t i = 1; i < n; i++) top = x[i] > top ? x[i] : top;
+  vf sums[kVectors] = {};
+  for (int64_t i = 0; i < pad_to(n, 16); i += 16) {
+    for (int v = 0; v < kVectors; v++) {
+      alignas(64) float lanes[kLanes];
+      store(lanes, exp_of(load(x + i + v * kLanes) - splat(top)));
+      for (int j = 0; j < kLanes; j++) lanes[j] = i + v * kLanes + j < n ? lanes[j] : 0.0f;
+      store(out + i + v * kLanes, load(lanes));
+      sums[v] += load(lanes);
+    }
+  }
+  const vf sum = splat(sum16(sums));
+  for (int64_t i = 0; i < pad_to(n, 16); i += kLanes) store(out + i, load(out + i) / sum);
+}
+
+inline vf sigmoid_times(vf g, vf x) { return g / (splat(1.0f) + exp_of(-x)); }  // g * sigmoid(x)
+inline vf at_most(vf x, float top) { return select((vi)(x > splat(top)), splat(top), x); }
+
+template <Activation kActivation>
+inline vf gated_lanes(vf g, vf u) {
+  if constexpr (kActivation == Activation::kSilu) return sigmoid_times(g, g) * u;
+  // 0.5 g (1 + tanh(y)) = g sigmoid(2 y), y = sqrt(2 / pi) (g + 0.044715 g^3)
+  if constexpr (kActivation == Activation::kGeluTanh) {
+    const vf cubic = fma(g * g * splat(0.044715f), g, g);
+    return sigmoid_times(g, splat(1.5957691216057308f) * cubic) * u;
+  }
+  const vf gate = at_most(g, 7.0f);
+  const vf up = at_most(select((vi)(u < splat(-7.0f)), splat(-7.0f), u), 7.0f);
+  return sigmoid_times(gate, splat(1.702f) * gate) * (up + splat(1.0f));
+}
+template <Activation kActivation>
+void gated_as(const float* gate, const float* up, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, gated_lanes<kActivation>(load(gate + i), load(up + i)));
+}
+void gated(Activation activation, const float* gate, const float* up, int64_t n, float* out) {
+  switch (activation) {
+    case Activation::kSilu:
+      return gated_as<Activation::kSilu>(gate, up, n, out);
+    case Activation::kGeluTanh:
+      return gated_as<Activation::kGeluTanh>(gate, up, n, out);
+    case Activation::kClampedSilu:
+      return gated_as<Activation::kClampedSilu>(gate, up, n, out);
   }
 }
 
