@@ -43,10 +43,17 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
 
 FACTORS = {"short_factor": [1 + i / 40 for i in range(6)], "long_factor": [2 + i / 4 for i in range(6)]}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 5}
+
+
+def few_experts(kind: str) -> dict[str, Any]:
+    """A handful in place of the many that a mixture of experts has by default."""
+    return EXPERTS if hasattr(transformers.CONFIG_MAPPING[kind](), "num_experts_per_tok") else {}
+
+
 # name -> (model_type, what differs from SIZES)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Every family as it comes, so that a new one is tested by being there.
-    **{kind: (kind, {}) for family in FAMILIES for kind in family.ARCHITECTURES.values() if kind != "gemma3"},
+    **{kind: (kind, few_experts(kind)) for family in FAMILIES for kind in family.ARCHITECTURES.values() if kind != "gemma3"},
     "llama-gqa-tied-576": (
         "llama",
         {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
@@ -70,7 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-head-dim-24": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3_moe-some-dense": (
         "qwen3_moe",
-        {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_hidden_layers": 4,
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_hidden_layers": 4,
          "decoder_sparse_step": 2, "norm_topk_prob": True},
     ),
     "smollm3-nope": ("smollm3", {"num_hidden_layers": 4, "attention_bias": True}),
