@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ def few_experts(kind: str) -> dict[str, Any]:
 # name -> (model_type, what differs from SIZES)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Every family as it comes, so that a new one is tested by being there.
-    **{kind: (kind, few_experts(kind)) for family in FAMILIES for kind in family.ARCHITECTURES.values() if kind != "gemma3"},
+    **{
+        kind: (kind, few_experts(kind))
+        for family in FAMILIES
+        for kind in family.ARCHITECTURES.values()
+        if kind != "gemma3"  # the multimodal one
+    },
     "llama-gqa-tied-576": (
         "llama",
         {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
@@ -141,6 +147,10 @@ class Case:
         self.model.save_pretrained(self.folder)
         self.tokens = np.random.default_rng(3).integers(0, SIZES["vocab_size"], N_TOKENS)
 
+    @functools.cached_property
+    def want(self) -> F32:
+        return self.logits(self.tokens)
+
     def logits(self, tokens: npt.NDArray[np.integer] | list[int]) -> F32:
         """After each token."""
         ids = torch.tensor(np.asarray(tokens))[None]
@@ -169,7 +179,7 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path, scheme: str) -> N
     w4conv.quantize(case.folder, tmp_path / "m.w4", scheme=scheme)
     with Model(tmp_path / "m.w4", kv="f32") as model:
         got = model.logits(case.tokens)
-    want = case.logits(case.tokens)
+    want = case.want
     assert np.ptp(want) > 1  # the comparison would be empty on flat logits
     assert np.abs(got - want).max() < 1e-4
 
@@ -208,14 +218,15 @@ def test_the_bits_depend_on_no_tier_thread_or_chunking(
 
 def test_int8_is_close_and_int4_is_near(case: Case, tmp_path: Path) -> None:
     """A coding that went wrong somewhere would be off by the size of the logits."""
-    want = case.logits(case.tokens)
+    want = case.want
     errors = {}
     for scheme in ("w8a16", "w4a16"):
         w4conv.quantize(case.folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32)
         with Model(tmp_path / f"{scheme}.w4") as model:
-            errors[scheme] = float(np.sqrt(np.mean((model.logits(case.tokens) - want) ** 2) / np.var(want)))
-    # Where experts are chosen, a small error can choose another one.
-    assert errors["w8a16"] < (0.15 if "expert" in case.model.config.to_json_string() else 0.05)
+            of_tokens = ((model.logits(case.tokens) - want) ** 2).mean(1) / np.var(want)
+            # The median: where experts are chosen, a small error makes a few tokens choose another one.
+            errors[scheme] = float(np.sqrt(np.median(of_tokens)))
+    assert errors["w8a16"] < 0.05
     assert errors["w8a16"] < errors["w4a16"] < 0.6
 
 
