@@ -19,19 +19,14 @@ from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
 ACTIVATION_BITS: Final = {"int16": 16, "int8": 8}
-# Scheme, (n_rows, n_columns), and raw parts as in the container.
-Matrix = tuple[QuantScheme, tuple[int, int], Mapping[str, npt.NDArray[np.uint8]]]
+# Scheme, shape (of a stack: with the number of matrices in front), and raw parts as in the container.
+Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, npt.NDArray[np.uint8]]]
 
 
 class TokenSampler(Protocol):
     """Chooses the next token from logits of shape (vocab_size,)."""
 
     def __call__(self, logits: F32Array) -> int: ...
-
-
-Bytes = npt.NDArray[np.uint8]
-# A matrix as the container has it: scheme, shape, raw parts by kind.
-Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, Bytes]]
 
 
 def _new_native(

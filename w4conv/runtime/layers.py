@@ -46,12 +46,13 @@ class LayeredModel(ABC):
         ids, places = np.unique(tokens, return_inverse=True)
         out = np.zeros((*tokens.shape, padded_width(t.shape[1])), np.float32)
         out[..., : t.shape[1]] = self._rows(t, ids)[places.reshape(tokens.shape)]
+        out *= np.float32(self.spec.embedding_scale)
         return out
 
     def layer(self, i: int, *, threads: int | None = None) -> LoadedLayer:
-        tensors = [t for t in self.spec.tensors() if t.layer == i]
-        matrices = {t.part: self._matrix(t) for t in tensors if len(t.shape) >= 2}
-        vectors = {t.part: self._vector(t) for t in tensors if len(t.shape) < 2}
+        tensors = self.spec.layer_tensors(i)
+        matrices = {t.place: self._matrix(t) for t in tensors if t.role not in ("norm", "bias")}
+        vectors = {t.place: self._vector(t) for t in tensors if t.role in ("norm", "bias")}
         model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations)
         return LoadedLayer(model, matrices)
 
@@ -83,7 +84,7 @@ class LayeredContainer(LayeredModel):
     def _matrix(self, t: TensorSpec) -> Matrix:
         info = self._container.tensors[t.name]
         parts = {part.kind: self._container.bytes_of(part) for part in info.parts}
-        return info.scheme, (info.shape[0], info.shape[1]), parts
+        return info.scheme, info.shape, parts
 
     def _vector(self, t: TensorSpec) -> F32Array:
         return self._container.dequantize(t.name)
@@ -102,20 +103,27 @@ class LayeredSource(LayeredModel):
     def _matrix(self, t: TensorSpec) -> Matrix:
         found = self._source.tensors[t.name]
         scheme = KEPT[found.dtype]
-        n_rows, n_columns = found.shape
+        n_rows, n_columns = found.shape[-2:]
+        n_matrices = found.shape[0] if len(found.shape) == 3 else 1
         n_lines = -(-n_columns // scheme.columns_per_dword)
-        lines = np.empty((codes.n_tiles(n_rows), n_lines, TILE_ROWS), np.uint32)
+        lines = np.empty((n_matrices, codes.n_tiles(n_rows), n_lines, TILE_ROWS), np.uint32)
         step = max(_BLOCK_NBYTES // (max(n_columns, 1) * 4) // TILE_ROWS, 1) * TILE_ROWS
-        for start in range(0, n_rows, step):
-            values = self._source.read(t.name, slice(start, min(start + step, n_rows)))
-            try:
-                packed = kernels.pack_float(values, found.dtype, scheme, threads=self._threads)
-            except kernels.BadValueError as error:
-                raise InputError(
-                    f"{self._source.path}: {t.name}: {error.reason} at row {start + error.row}, column {error.column}"
-                ) from None
-            lines[start // TILE_ROWS : start // TILE_ROWS + len(packed)] = packed
-        return scheme, (n_rows, n_columns), {"values": kernels.as_bytes(lines)}
+        for i in range(n_matrices):
+            for start in range(0, n_rows, step):
+                rows = slice(start, min(start + step, n_rows))
+                if len(found.shape) == 3:
+                    values = np.ascontiguousarray(self._source.read(t.name, slice(i, i + 1))[0, rows])
+                else:
+                    values = self._source.read(t.name, rows)
+                try:
+                    packed = kernels.pack_float(values, found.dtype, scheme, threads=self._threads)
+                except kernels.BadValueError as error:
+                    raise InputError(
+                        f"{self._source.path}: {t.name}: {error.reason} at row {start + error.row}, "
+                        f"column {error.column}"
+                    ) from None
+                lines[i, start // TILE_ROWS : start // TILE_ROWS + len(packed)] = packed
+        return scheme, found.shape, {"values": kernels.as_bytes(lines)}
 
     def _vector(self, t: TensorSpec) -> F32Array:
         return self._as_f32(t, self._source.read(t.name))
