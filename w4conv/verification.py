@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.errors import FormatError, UsageError
 from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
-from w4conv.measure.layerwise import ScoredBlock, layered_nlls, scored_logits
+from w4conv.measure.layer_errors import LayerError, LayerErrors
+from w4conv.measure.layerwise import Observer, ScoredBlock, layered_nlls, scored_logits
 from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.text_windows import cut_text, settle
@@ -30,7 +31,7 @@ class PerplexityReport:
 
     text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. activations: of the
     container's model. source, increase: the source in the same run, and how far the container's perplexity lies above.
-    divergence: from the source, if asked.
+    divergence and layers: from the source, errors of the layers, if asked.
     """
 
     text: str
@@ -46,6 +47,7 @@ class PerplexityReport:
     source: Estimate | None
     increase: Increase | None
     divergence: Divergence | None = None
+    layers: tuple[LayerError, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ def verify(
     against: str | os.PathLike[str] | None = None,
     ppl: bool = False,
     kld: bool = False,
+    layers: bool = False,
     text: str | os.PathLike[str] | None = None,
     ctx: int | None = None,
     convention: str | None = None,
@@ -93,6 +96,7 @@ def verify(
     memory at a time. convention: "llama.cpp" (default) or "gptq"; ctx:
     default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
     kld: the divergence from the source too, both models side by side (measure/divergence.py); implies ppl.
+    layers: the error of each layer and matrix too, on the first windows (measure/layer_errors.py); implies kld.
     max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
     min_sqnr: dB that every tensor must reach.
     activations: with which the container's model runs, "int16" or "int8" (docs/numerics.md 2).
@@ -100,8 +104,9 @@ def verify(
     Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
     """
+    kld = kld or layers
     if kld and against is None:
-        raise UsageError("the divergence is that from the source: name it with --against")
+        raise UsageError("divergence and errors of layers are those from the source: name it with --against")
     ppl = ppl or kld
     measuring = (text, ctx, convention, chunks, max_ppl_increase, None if activations == "int16" else activations)
     if not ppl and any(option is not None for option in measuring):
@@ -148,7 +153,7 @@ def verify(
                 round_trip = compare(container, source, threads=threads, progress=progress)
             failures += _round_trip_failures(round_trip, min_sqnr)
         if measurement is not None:
-            perplexity = measurement.run(against, progress, kld=kld)
+            perplexity = measurement.run(against, progress, kld=kld, layers=layers)
             failures += _perplexity_failures(perplexity, limit)
         return report(failures, round_trip=round_trip, perplexity=perplexity)
 
@@ -196,20 +201,19 @@ class _Measurement:
         self._cut = cut_text(container, text, convention=convention, ctx=self._ctx, chunks=chunks)
         self._windows = self._cut.windows
 
-    def run(self, against: str | os.PathLike[str] | None, progress: Progress, *, kld: bool = False) -> PerplexityReport:
+    def run(
+        self, against: str | os.PathLike[str] | None, progress: Progress, *, kld: bool = False, layers: bool = False
+    ) -> PerplexityReport:
         theirs = divergence = None
+        errors = LayerErrors(threads=self._threads, activations=self._activations) if layers else None
         if against is None:
             ours = self._nlls(progress)
         else:
             with open_source(Path(against)) as source:
                 base = LayeredSource(source, threads=self._threads)
                 if kld:
-                    compared = compare_models(
-                        self._scored(
-                            [LayeredContainer(self._container, activations=self._activations), base], progress
-                        ),
-                        self._windows,
-                    )
+                    models = [LayeredContainer(self._container, activations=self._activations), base]
+                    compared = compare_models(self._scored(models, progress, errors), self._windows)
                     ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
                 else:
                     ours = self._nlls(progress)
@@ -228,11 +232,14 @@ class _Measurement:
             source=None if theirs is None else estimate(theirs),
             increase=None if theirs is None else increase(ours, theirs),
             divergence=divergence,
+            layers=None if errors is None else errors.result(),
         )
 
-    def _scored(self, models: list[LayeredModel], progress: Progress) -> Iterator[ScoredBlock]:
+    def _scored(
+        self, models: Sequence[LayeredModel], progress: Progress, observer: Observer | None = None
+    ) -> Iterator[ScoredBlock]:
         progress.start(self._windows.tokens.size * models[0].spec.n_layers)
-        return scored_logits(models, self._windows, threads=self._threads, advance=progress.advance)
+        return scored_logits(models, self._windows, threads=self._threads, observer=observer, advance=progress.advance)
 
     def _nlls(self, progress: Progress) -> F64Array:
         progress.start(self._windows.tokens.size)

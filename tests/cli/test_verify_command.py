@@ -138,3 +138,17 @@ def test_a_container_without_tokenizer(w4: Runner, tmp_path: Path) -> None:
     assert w4("verify", "mute.w4", "--against", "mute").code == 0
     w4("verify", "mute.w4", *PPL).failed(3, "no tokenizer.json", "verify (without --ppl)")
     w4("run", "mute.w4", "-p", "a").failed(3, "no tokenizer.json")
+
+
+def test_layers_and_their_picture(w4: Runner, container: Path, checkpoint: Path, tmp_path: Path) -> None:
+    text, picture = tmp_path / "t.txt", tmp_path / "e.svg"
+    text.write_text("the thing and the end of it. " * 40)
+    words = ("verify", container, "--against", checkpoint, "--text", text, "--ctx", "16", "--chunks", "2")
+    out = w4(*words, "--plot", picture).done().out
+    assert "layer: SQNR dB" in out
+    assert "KLD" in out
+    assert picture.read_text().startswith("<svg")
+    w4(*words, "--plot", picture).failed(4, "e.svg exists already")
+    report = json.loads(w4(*words, "--layers", "--json").done().out)
+    assert [e["layer"] for e in report["perplexity"]["layers"]] == [0, 1]
+    w4("verify", container, "--layers").failed(2, "--against")

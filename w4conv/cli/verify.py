@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,11 +11,12 @@ import typer
 from w4conv.cli import _output
 from w4conv.cli._options import Activations, Json, Threads, one_of, refuse_terminal
 from w4conv.cli._progress import progress_bar
-from w4conv.errors import CheckError
+from w4conv.errors import CheckError, OutputError
 
 if TYPE_CHECKING:
     from w4conv.measure.distortion import Distortion
     from w4conv.measure.divergence import Divergence
+    from w4conv.measure.layer_errors import LayerError
     from w4conv.measure.perplexity import Estimate
     from w4conv.measure.round_trip import RoundTrip
     from w4conv.verification import PerplexityReport, VerifyReport
@@ -27,6 +30,7 @@ Examples:
   w4conv verify out.gguf --against out.w4
   w4conv verify out.w4 --ppl --text book.txt
   w4conv verify out.w4 --against in/ --kld --chunks 32
+  w4conv verify out.w4 --against in/ --chunks 8 --plot e.svg
   w4conv verify out.w4 --against in/ --ppl --chunks 32 \\
       --max-ppl-increase 0.5 --json
   curl -s https://example.org/out.w4 | w4conv verify -
@@ -48,6 +52,12 @@ def verify(
     kld: Annotated[
         bool, typer.Option("--kld", help="Measure the divergence from the source named with --against; implies --ppl")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Say in which layers and matrices the error arises; implies --kld")
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="OUT.svg", help="Draw them as a heat map; implies --layers")
+    ] = None,
     text: Annotated[
         str | None,
         typer.Option(
@@ -92,12 +102,15 @@ def verify(
     from w4conv.verification import verify as check
 
     refuse_terminal(file)
+    if plot is not None and Path(plot).exists():
+        raise OutputError(f"{plot} exists already. Name another file, or remove it")
     with progress_bar() as progress:
         report = check(
             file,
             against=against,
             ppl=ppl,
             kld=kld,
+            layers=layers or plot is not None,
             text=text,
             ctx=ctx,
             convention=convention,
@@ -108,6 +121,8 @@ def verify(
             threads=threads,
             progress=progress,
         )
+    if plot is not None and report.perplexity is not None and report.perplexity.layers is not None:
+        _draw(Path(plot), report.perplexity, file)
     if json:
         _output.write_json("verify", report)
     else:
@@ -215,7 +230,48 @@ def perplexity_text(p: PerplexityReport) -> str:
         ]
     if p.divergence is not None:
         pairs += _divergence(p.divergence)
-    return _output.facts(pairs)
+    text = _output.facts(pairs)
+    return text if p.layers is None else text + "\n" + _layer_table(p.layers)
+
+
+def _layer_table(layers: tuple[LayerError, ...]) -> str:
+    parts = [m.part for m in layers[0].matrices]
+    rows = []
+    for e in layers:
+        found = {m.part: m.error for m in e.matrices}
+        cells = (e.block, e.attention, e.mlp, *(found.get(part) for part in parts))
+        rows.append((str(e.layer), *("" if c is None else f"{_decibels(c):.1f}" for c in cells)))
+    head = ("layer: SQNR dB", "block", "attention", "mlp", *(part.removesuffix("_proj") for part in parts))
+    return _output.table(head, rows)
+
+
+def _draw(path: Path, p: PerplexityReport, file: str) -> None:
+    from w4conv.cli._heat_map import heat_map
+
+    assert p.layers is not None
+    parts = [m.part for m in p.layers[0].matrices]
+    rows = []
+    for e in p.layers:
+        found = {m.part: m.error for m in e.matrices}
+        cells = [e.block, e.attention, e.mlp, *(found.get(part) for part in parts)]
+        rows.append((str(e.layer), [None if c is None else _decibels(c) for c in cells]))
+    picture = heat_map(
+        title=f"Error of {Path(file).name} by layer",
+        subtitle="block, attention, mlp: in the run of the model; matrices: each by itself on the source's inputs",
+        columns=(("block", "attention", "mlp"), [part.removesuffix("_proj") for part in parts]),
+        rows=rows,
+        unit="SQNR of outputs, dB: dark is far from the source",
+    )
+    try:
+        with path.open("x", encoding="utf-8") as out:
+            out.write(picture)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror or error}") from error
+
+
+def _decibels(error: float) -> float:
+    """inf where there is no error."""
+    return -10 * math.log10(error) if error > 0 else math.inf
 
 
 def _divergence(d: Divergence) -> list[tuple[str, str]]:

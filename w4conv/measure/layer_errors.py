@@ -1,0 +1,102 @@
+"""Where the error of a quantized model arises: layer by layer, and in which matrix.
+
+Errors are mean squares relative to the base's, token by token, and then the mean over tokens: so the few tokens whose
+hidden rows are a thousand times longer than all others count as one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import kernels
+from w4conv.calibration import READS
+from w4conv.runtime.engine import ACTIVATION_BITS, Captured, Matrix
+from w4conv.runtime.layers import LoadedLayer
+
+F32Array = npt.NDArray[np.float32]
+
+N_WINDOWS: Final = 4  # the first of the text, observed
+_BRANCHES: Final = {"attention": "o_proj", "mlp": "down_proj"}  # and the matrix whose outputs they are
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixError:
+    """part: place in the layer, such as "q_proj". error: of its outputs, on the base's own inputs."""
+
+    part: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """Each model in its own run: block, the hidden rows that the layer gives; attention and mlp, what these branches
+    add to them (before a norm on it). matrices: each by itself, the others exact."""
+
+    layer: int
+    block: float
+    attention: float | None
+    mlp: float | None
+    matrices: tuple[MatrixError, ...]
+
+
+class LayerErrors:
+    """An Observer (layerwise.py) of a model and its base, in this order."""
+
+    n_windows = N_WINDOWS
+
+    def __init__(self, *, threads: int | None = None, activations: str = "int16") -> None:
+        """activations: of the first model."""
+        self._threads = threads or kernels.default_threads()
+        self._bits = ACTIVATION_BITS[activations]
+        self._sums: dict[int, dict[str, float]] = {}
+        self._n_tokens: dict[int, int] = {}
+
+    def add(
+        self, layer: int, loaded: Sequence[LoadedLayer], captured: Sequence[Captured], hidden: Sequence[F32Array]
+    ) -> None:
+        ours, theirs = loaded
+        sums = self._sums.setdefault(layer, {})
+
+        def count(what: str, found: F32Array, wanted: F32Array) -> None:
+            sums[what] = sums.get(what, 0.0) + _relative_error(found, wanted)
+
+        count("block", hidden[0], hidden[1])
+        reads = [rows._asdict() for rows in captured]
+        for part, matrix in theirs.matrices.items():
+            x = reads[1].get(READS.get(part, ""))
+            if x is None or not len(x):
+                continue
+            wanted = self._multiply(matrix, x)
+            count(part, self._multiply(ours.matrices[part], x), wanted)
+            for branch, last in _BRANCHES.items():
+                if part == last:
+                    count(branch, self._multiply(ours.matrices[part], reads[0][READS[part]]), wanted)
+        self._n_tokens[layer] = self._n_tokens.get(layer, 0) + len(hidden[0])
+
+    def result(self) -> tuple[LayerError, ...]:
+        out = []
+        for layer, sums in sorted(self._sums.items()):
+            mean = {what: total / self._n_tokens[layer] for what, total in sums.items()}
+            block, attention, mlp = mean.pop("block"), mean.pop("attention", None), mean.pop("mlp", None)
+            matrices = tuple(MatrixError(part, error) for part, error in mean.items())
+            out.append(LayerError(layer, block, attention, mlp, matrices))
+        return tuple(out)
+
+    def _multiply(self, matrix: Matrix, x: F32Array) -> F32Array:
+        scheme, shape, parts = matrix
+        return kernels.matmul(
+            scheme, shape, parts, np.ascontiguousarray(x), threads=self._threads, activation_bits=self._bits
+        )
+
+
+def _relative_error(found: F32Array, wanted: F32Array) -> float:
+    """Sum over rows of |found - wanted|^2 / |wanted|^2; a row of zeros counts as it is wrong or not."""
+    y, e = wanted.astype(np.float64), found.astype(np.float64) - wanted
+    signal, noise = np.einsum("ij,ij->i", y, y), np.einsum("ij,ij->i", e, e)
+    ratio = np.where(noise > 0, 1.0, 0.0)
+    return float(np.divide(noise, signal, out=ratio, where=signal > 0).sum())
