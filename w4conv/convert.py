@@ -97,6 +97,7 @@ def quantize(
     overwrite: bool = False,
     resume: bool = False,
     architecture: str | None = None,
+    gptq_zero15: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -122,6 +123,9 @@ def quantize(
     architecture: "generic" converts the tensors of any model, known or not: matrices are linear weights unless their
     names say embedding or head, all else is kept. The container says so, and cannot be run.
 
+    gptq_zero15: 16 or 0, what a stored zero point of 15 means in a GPTQ checkpoint; programs differ, so it is refused
+    unless this says it. The container records it.
+
     threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
     tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
     be resumed; calibration starts again. dry_run: plan and check everything but the values, write
@@ -142,14 +146,20 @@ def quantize(
         )
     if architecture == GENERIC and calibration is not None:
         raise UsageError("calibration runs the model, and an architecture that is generic cannot be run: leave one out")
+    if gptq_zero15 not in (None, 0, 16):
+        raise UsageError(f"gptq-zero15 is {gptq_zero15}, expected 16 or 0")
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, expected 1 or more")
     if resume and out == STDOUT:
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
     generic = architecture == GENERIC
-    with open_source(src, raw=generic) as source:
+    with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
         _refuse_same_file(source, out)
+        if gptq_zero15 is not None and source.gptq_zero15 is None:
+            raise UsageError(
+                f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
+            )
         if scheme is None:
             asked = requantize or any(word is not None for word in (group_size, method, calibration, recipe))
             scheme = _default_scheme(source, requantize=asked)
@@ -383,6 +393,8 @@ class _Conversion:
             record["group_size"] = self._recipe.group_size
         if isinstance(self._model, GenericModel):
             record["architecture"] = GENERIC
+        if self._source.gptq_zero15 is not None:
+            record["gptq_zero15"] = self._source.gptq_zero15
         if self._recipe.rules:
             record["recipe"] = self._recipe.record()
         if self._text is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.errors import FormatError, UsageError
@@ -22,7 +23,7 @@ from w4conv.progress import Progress, Silent
 from w4conv.quantization.generic import GENERIC, refuse_to_run
 from w4conv.runtime.engine import Model
 from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
-from w4conv.sources import open_source
+from w4conv.sources import Source, open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def verify(
         round_trip = perplexity = None
         failures: list[str] = []
         if against is not None:
-            with open_source(Path(against), raw=container.provenance.get("architecture") == GENERIC) as source:
+            with _open_against(container, against) as source:
                 check_fits(container, source)
                 round_trip = compare(container, source, threads=threads, progress=progress)
             failures += _round_trip_failures(round_trip, min_sqnr)
@@ -156,6 +157,14 @@ def verify(
             perplexity = measurement.run(against, progress, kld=kld, layers=layers)
             failures += _perplexity_failures(perplexity, limit)
         return report(failures, round_trip=round_trip, perplexity=perplexity)
+
+
+def _open_against(container: Container, against: str | os.PathLike[str]) -> Source:
+    """The checkpoint, read as the container records that it was."""
+    provenance: Mapping[str, Any] = container.provenance
+    zero15 = provenance.get("gptq_zero15")
+    generic = provenance.get("architecture") == GENERIC
+    return open_source(Path(against), raw=generic, gptq_zero15=zero15 if zero15 in (0, 16) else None)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -209,7 +218,7 @@ class _Measurement:
         if against is None:
             ours = self._nlls(progress)
         else:
-            with open_source(Path(against)) as source:
+            with _open_against(self._container, against) as source:
                 base = LayeredSource(source, threads=self._threads)
                 if kld:
                     models = [LayeredContainer(self._container, activations=self._activations), base]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -444,3 +450,71 @@ def test_unknown_words(tmp_path: Path) -> None:
         export(tmp_path / "x.w4", tmp_path / "out", to="openvino")
     with pytest.raises(UsageError, match="unknown dtype 'f8'"):
         export(tmp_path / "x.w4", tmp_path / "out", to="gguf", dtype="f8")
+
+
+DIRECTORIES = ("safetensors", "gptq")
+
+
+def kill_an_export(path: Path, out: Path, to: str, **options: object) -> None:
+    """Export in a process of its own that dies by SIGKILL after the first tensors."""
+    code = f"""
+import os, signal
+from w4conv.export import export
+from w4conv.progress import Silent
+
+class Deadly(Silent):
+    def advance(self, n, what):
+        if "layers.1" in what or "blk.1" in what:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+export({str(path)!r}, {str(out)!r}, to={to!r}, progress=Deadly(), **{options!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("to", [*DIRECTORIES, "gguf"])
+def test_what_a_killed_export_left_is_removed(tmp_path: Path, to: str) -> None:
+    path, out = converted(tmp_path), tmp_path / "out"
+    kill_an_export(path, out, to)
+    assert (tmp_path / "out.partial").exists()
+    assert not out.exists()
+    assert "what an interrupted export had left was cleaned up" in export(path, out, to=to).notes
+    assert not (tmp_path / "out.partial").exists()
+    assert w4conv.verify(out, against=path).ok
+    assert "what an interrupted export had left was cleaned up" not in export(path, out, to=to, overwrite=True).notes
+
+
+@pytest.mark.parametrize("to", DIRECTORIES)
+def test_leftovers_of_others_are_let_be(tmp_path: Path, to: str) -> None:
+    path, out = converted(tmp_path), tmp_path / "out"
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "thesis.doc").write_text("mine")
+    with pytest.raises(OutputError, match=r"in the way: it holds thesis\.doc"):
+        export(path, out, to=to)
+    (partial / "thesis.doc").rename(partial / "config.json")
+    lock = os.open(partial, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(OutputError, match="is being written by another process"):
+        export(path, out, to=to)
+    assert (partial / "config.json").read_text() == "mine"
+    os.close(lock)
+    export(path, out, to=to)
+    partial.write_text("a file")
+    with pytest.raises(OutputError, match="is in the way, and w4conv has not left it"):
+        export(path, out, to=to, overwrite=True)
+
+
+def test_a_replacement_cut_short_is_undone_or_finished(tmp_path: Path) -> None:
+    path, out, old = converted(tmp_path), tmp_path / "out", tmp_path / "out.old"
+    export(path, out, to="safetensors")
+    out.rename(old)  # as if killed between the two renames
+    with pytest.raises(OutputError, match="exists already and is not empty"):
+        export(path, out, to="safetensors")
+    assert w4conv.verify(out, against=path).ok, "the old one is back"
+    assert not old.exists()
+    shutil.copytree(out, old)  # as if killed while the old one was removed
+    report = export(path, out, to="safetensors", dtype="f16", overwrite=True)
+    assert "what an interrupted export had left was cleaned up" in report.notes
+    assert not old.exists()
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out"]

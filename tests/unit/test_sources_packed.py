@@ -167,6 +167,29 @@ def test_gptq_zero_15_is_refused(tmp_path: Path) -> None:
         open_source(directory)
 
 
+@pytest.mark.parametrize(("zero15", "scheme"), [(0, "int4z/g32"), (16, "f32")])
+def test_gptq_zero_15_by_choice(tmp_path: Path, zero15: int, scheme: str) -> None:
+    """The first output of eight has a stored 15; 16 is no zero point of int4z, so the values come as float32."""
+    directory = write(tmp_path / "m", GPTQ, gptq(zeros=0x7777777F))
+    w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep", gptq_zero15=zero15)
+    raw, found = packed.load(directory), values(tmp_path / "m.w4")
+    for name in [name for name in found if "_proj" in name]:
+        module = name.removesuffix(".weight")
+        assert str(schemes(tmp_path / "m.w4")[name]) == scheme
+        q = packed.along_columns(np.ascontiguousarray(raw[f"{module}.qweight"].T))
+        zeros = np.where(np.arange(len(q)) % 8 == 0, zero15, 8)[:, None]
+        assert same(found[name], (q - zeros).astype(np.float32) * packed.grouped(raw[f"{module}.scales"].T, q.shape[1]))
+    assert w4conv.verify(tmp_path / "m.w4", against=directory).ok, "the container says how it was read"
+
+
+def test_gptq_zero_15_is_for_gptq(tmp_path: Path) -> None:
+    directory = write(tmp_path / "m", AWQ, awq(zeros=None))
+    with pytest.raises(UsageError, match="gptq-zero15 says how GPTQ checkpoints are read"):
+        w4conv.quantize(directory, tmp_path / "o.w4", gptq_zero15=0)
+    with pytest.raises(UsageError, match="gptq-zero15 is 8, expected 16 or 0"):
+        w4conv.quantize(directory, tmp_path / "o.w4", gptq_zero15=8)
+
+
 def test_auto_round(tmp_path: Path) -> None:
     settings = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
     check(write(tmp_path / "m", settings, gptq()), packed.gptq, "int4/g32")
@@ -289,6 +312,25 @@ def test_fp8(tmp_path: Path) -> None:
     check(directory, decode, "f32")
     with pytest.raises(UsageError, match="F8_E4M3"):
         w4conv.quantize(directory, tmp_path / "o.w4")
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_scales_of_activations_are_left_out(tmp_path: Path, method: str) -> None:
+    def encode(module: str, array: NDArray[np.float32], seed: int) -> Raw:
+        ending, shape = ("weight_scale_inv", (1, 1)) if method == "fp8" else ("weight_scale", (1,))
+        return {
+            f"{module}.weight": ("F8_E4M3", RNG(seed).integers(0, 127, array.shape).astype(np.uint8)),
+            f"{module}.{ending}": ("F32", np.full(shape, 0.5, np.float32)),
+            f"{module}.input_scale": ("F32", np.ones(1, np.float32)),
+        }
+
+    settings = {"quant_method": method, "weight_block_size": [128, 128], "format": "float-quantized"}
+    directory = write(tmp_path / "m", settings, encode)
+    with open_source(directory) as source:
+        raw = packed.load(directory)
+        assert same(source.read(f"{Q}.weight"), E4M3[raw[f"{Q}.weight"]] * np.float32(0.5))
+        assert any("activations are not rounded to 8 bits here" in note for note in source.notes)
+        assert any("input_scale and 3 more" in note for note in source.notes)
 
 
 def test_e4m3_values() -> None:

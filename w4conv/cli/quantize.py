@@ -115,6 +115,14 @@ def quantize(
             autocompletion=one_of(("generic",)),
         ),
     ] = None,
+    gptq_zero15: Annotated[
+        int | None,
+        typer.Option(
+            "--gptq-zero15",
+            metavar="16|0",
+            help="What a stored zero point of 15 means in a GPTQ checkpoint of version 1",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and check everything but values; write no file")
     ] = False,
@@ -149,6 +157,7 @@ def quantize(
                 overwrite=overwrite,
                 resume=resume,
                 architecture=architecture,
+                gptq_zero15=gptq_zero15,
                 dry_run=dry_run,
                 progress=progress,
             )

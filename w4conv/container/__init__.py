@@ -12,7 +12,7 @@ from w4conv.container.reader import (
     open_stream,
     read_header,
 )
-from w4conv.container.target import STDOUT, check_target, open_target
+from w4conv.container.target import STDOUT, check_target, lock_output, open_target
 from w4conv.container.writer import Writer
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "check_target",
     "is_container",
     "is_stream",
+    "lock_output",
     "open_container",
     "open_stream",
     "open_target",

@@ -169,7 +169,7 @@ def _claim(path: Path, partial: Path, signature: bytes, *, resume: bool) -> tupl
                 continue
         file = FileIO(descriptor, "r+")
         try:
-            if _lock(file, path, partial, ours=ours):
+            if lock_output(descriptor, path, partial, ours=ours):
                 if not ours:
                     _check_leftover(file, partial, signature)
                 if ours or resume:
@@ -182,10 +182,11 @@ def _claim(path: Path, partial: Path, signature: bytes, *, resume: bool) -> tupl
         file.close()
 
 
-def _lock(file: FileIO, path: Path, partial: Path, *, ours: bool) -> bool:
-    """Lock `file`; False when it lost its name before that. Raises OutputError when a living process holds it."""
+def lock_output(descriptor: int, path: Path, partial: Path, *, ours: bool) -> bool:
+    """Lock what becomes `path`, a file or a directory that is open and named `partial`; False when it lost that name
+    before. ours: this process made it. Raises OutputError when a living process holds it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OutputError(f"{path} is being written by another process. Wait for it, or choose another name") from None
     except OSError as error:
@@ -200,7 +201,7 @@ def _lock(file: FileIO, path: Path, partial: Path, *, ours: bool) -> bool:
         named = partial.lstat()
     except FileNotFoundError:
         return False
-    return os.path.samestat(named, os.fstat(file.fileno()))
+    return os.path.samestat(named, os.fstat(descriptor))
 
 
 def _check_leftover(file: FileIO, partial: Path, signature: bytes) -> None:

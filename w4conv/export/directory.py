@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from w4conv.container import STDOUT
+from w4conv.container import STDOUT, lock_output
 from w4conv.errors import OutputError, UsageError
 
+LEFTOVER: Final = "what an interrupted export had left was cleaned up"
 # What a directory may hold to count as a model, so that --overwrite never removes anything else.
 _MODEL_SUFFIXES: Final = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md", ".onnx", ".onnx.data")
 
@@ -48,30 +49,93 @@ def check_directory(path: Path, nbytes: int, *, overwrite: bool) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class OpenDirectory:
+    """A directory to write into. removed: what an interrupted export had left there was deleted."""
+
+    path: Path
+    removed: bool
+
+
 @contextmanager
-def open_directory(path: Path, nbytes: int, *, overwrite: bool = False) -> Iterator[Path]:
+def open_directory(path: Path, nbytes: int, *, overwrite: bool = False) -> Iterator[OpenDirectory]:
     """An empty directory to write into, which becomes `path` when the block ends without an exception.
 
-    It lies beside `path` (`<name>.<random>.partial`); whatever is raised, KeyboardInterrupt too, removes it. What is
-    replaced stays until the new directory is complete. Raises OutputError.
+    It lies beside `path` as `<name>.partial`, locked by the process that writes it; whatever is raised,
+    KeyboardInterrupt too, removes it. What is replaced stays, at the end as `<name>.old`, until the new directory is in
+    its place. What a killed process left of either is removed, or put back. Raises OutputError.
     """
     check_directory(path, nbytes, overwrite=overwrite)
     final = path.resolve()
-    token = secrets.token_hex(4)
-    partial = final.with_name(f"{final.name[:200]}.{token}.partial")
+    partial, aside = (final.with_name(f"{final.name[:200]}.{ending}") for ending in ("partial", "old"))
+    with _output_errors(path):
+        lock, removed = _claim(path, partial)
     try:
         with _output_errors(path):
-            partial.mkdir()
-        yield partial
+            recovered = _recover(final, aside)
+        if recovered:
+            check_directory(path, nbytes, overwrite=overwrite)
+        removed = removed or recovered
+        yield OpenDirectory(partial, removed)
         with _output_errors(path):
             _sync(partial)
         check_directory(path, 0, overwrite=overwrite)  # it may have appeared meanwhile
         with _output_errors(path):
-            _move(partial, final, aside=final.with_name(f"{final.name[:200]}.{token}.old"))
+            _move(partial, final, aside=aside)
             _sync(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _claim(path: Path, partial: Path) -> tuple[int, bool]:
+    """A descriptor of the directory `partial`, made and locked, and whether a leftover was removed for it."""
+    removed = False
+    while True:
+        try:
+            partial.mkdir()
+            ours = True
+        except FileExistsError:
+            ours = False
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # gone meanwhile
+            continue
+        except OSError as error:
+            raise OutputError(
+                f"{partial} is in the way, and w4conv has not left it there. Move it elsewhere"
+            ) from error
+        try:
+            if lock_output(lock, path, partial, ours=ours):
+                if ours:
+                    return lock, removed
+                _remove_leftover(partial)
+                removed = True
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _remove_leftover(directory: Path) -> None:
+    """Raises OutputError when a directory of our name holds what w4conv does not write."""
+    for file in directory.iterdir():
+        if file.is_symlink() or not file.is_file() or not file.name.removesuffix(".partial").endswith(_MODEL_SUFFIXES):
+            raise OutputError(f"{directory} is in the way: it holds {file.name}. Move it elsewhere")
+    shutil.rmtree(directory)
+
+
+def _recover(final: Path, aside: Path) -> bool:
+    """Undo a replacement that was cut short: put the old directory back, or if it was replaced, finish removing it."""
+    if not aside.is_dir() or aside.is_symlink():
+        return False
+    if final.exists():
+        _remove_leftover(aside)
+    else:
+        aside.rename(final)
+    return True
 
 
 def _move(partial: Path, final: Path, *, aside: Path) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from w4conv.container import TensorInfo, check_target, open_target
 from w4conv.errors import InputError
+from w4conv.export.directory import LEFTOVER
 from w4conv.export.gguf_metadata import metadata
 from w4conv.export.gguf_values import Value, string
 from w4conv.export.huggingface import checked_blocks
@@ -75,6 +76,8 @@ class GgufPlan(Plan):
     def write(self, out: Path, *, overwrite: bool, progress: Progress) -> None:
         progress.start(self._nbytes)
         with open_target(out, self._nbytes, overwrite=overwrite, signature=b"GGUF") as target:
+            if target.removed:
+                self.notes = [*self.notes, LEFTOVER]
             target.write(self._head)
             for output in self._outputs:
                 for block in checked_blocks(output):

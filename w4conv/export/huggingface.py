@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from w4conv.container import open_target
-from w4conv.export.directory import check_directory, open_directory
+from w4conv.export.directory import LEFTOVER, check_directory, open_directory
 from w4conv.export.model import ExportModel
 from w4conv.export.plan import Exported, FileSize, Options, Output, Plan
 from w4conv.progress import Progress
@@ -73,7 +73,10 @@ class HuggingFacePlan(Plan):
 
     def write(self, out: Path, *, overwrite: bool, progress: Progress) -> None:
         progress.start(sum(shard.nbytes for shard in self._shards))
-        with open_directory(out, self.nbytes, overwrite=overwrite) as directory:
+        with open_directory(out, self.nbytes, overwrite=overwrite) as opened:
+            directory = opened.path
+            if opened.removed:
+                self.notes = [*self.notes, LEFTOVER]
             for name, data in self._sidecars.items():
                 with open_target(directory / name, len(data)) as target:
                     target.write(data)

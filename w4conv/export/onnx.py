@@ -24,7 +24,7 @@ import numpy.typing as npt
 from w4conv import codes
 from w4conv.container import TensorInfo, open_target
 from w4conv.errors import InputError, UsageError
-from w4conv.export.directory import check_directory, open_directory
+from w4conv.export.directory import LEFTOVER, check_directory, open_directory
 from w4conv.export.huggingface import checked_blocks, plain_config
 from w4conv.export.model import CodedRows, ExportModel
 from w4conv.export.packed import unsigned
@@ -92,7 +92,10 @@ class OnnxPlan(Plan):
 
     def write(self, out: Path, *, overwrite: bool, progress: Progress) -> None:
         progress.start(self._data_nbytes)
-        with open_directory(out, self.nbytes, overwrite=overwrite) as directory:
+        with open_directory(out, self.nbytes, overwrite=overwrite) as opened:
+            directory = opened.path
+            if opened.removed:
+                self.notes = [*self.notes, LEFTOVER]
             for name, data in sorted(self._sidecars.items()):
                 with open_target(directory / name, len(data)) as target:
                     target.write(data)

@@ -19,10 +19,11 @@ OTHER_FORMATS: Final = {
 W4_MAGIC: Final = b"\x89W4C"
 
 
-def open_source(path: Path, *, raw: bool = False) -> Source:
+def open_source(path: Path, *, raw: bool = False, gptq_zero15: int | None = None) -> Source:
     """Open a checkpoint: a Hugging Face directory, a GGUF file, or a directory of ONNX. Links are followed.
 
     raw: a GGUF file of any architecture, its tensors under the names and in the order of rows that it has.
+    gptq_zero15: what a stored zero point of 15 in a GPTQ checkpoint means, 16 or 0; None refuses it.
     Reads headers and sidecars only. Raises InputError, saying what the path is and what to do, for anything else.
     """
     path = Path(path)
@@ -31,7 +32,7 @@ def open_source(path: Path, *, raw: bool = False) -> Source:
             from w4conv.sources.onnx import open_onnx  # onnx is an optional package
 
             return open_onnx(path)
-        return open_huggingface(path)
+        return open_huggingface(path, gptq_zero15=gptq_zero15)
     if not path.exists():
         raise InputError(f"{path}: no such file or directory{_near_name(path)}")
     if not path.is_file():

@@ -64,6 +64,7 @@ class Source(ABC):
         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.tool_use.jinja" where
         they exist.
     notes: one sentence each, of what the user should know (files left aside, parts rebuilt, tensors ignored).
+    gptq_zero15: how a stored zero point of 15 was read, where the user had to say it.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Source(ABC):
     tensors: Mapping[str, SourceTensor]
     blobs: Mapping[str, bytes]
     notes: tuple[str, ...]
+    gptq_zero15: int | None = None
 
     @abstractmethod
     def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.generic]:

@@ -116,8 +116,11 @@ class HuggingFaceSource(Source):
             file.close()
 
 
-def open_huggingface(directory: Path) -> HuggingFaceSource:
-    """Open a directory. Raises InputError naming the file or tensor that is missing, ambiguous or unsupported."""
+def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> HuggingFaceSource:
+    """Open a directory. gptq_zero15: what a stored zero point of 15 in a GPTQ file means, 16 or 0; None refuses it.
+
+    Raises InputError naming the file or tensor that is missing, ambiguous or unsupported.
+    """
     _check_is_model(directory)
     blobs, files = read_sidecars(directory)
     config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
@@ -153,8 +156,10 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
         from w4conv.sources.packed import RawTensors, find_packed  # loaded only where it is needed
 
         raw = RawTensors(directory, found)
-        kind, packed = find_packed(config, raw)
+        kind, packed = find_packed(config, raw, gptq_zero15=gptq_zero15)
         found = {name: place for name, place in found.items() if name not in raw.used}
+        if raw.activations:
+            notes.append(f"Left out, as activations are not rounded to 8 bits here: {_listed(raw.activations)}.")
         if both := sorted(packed.keys() & found.keys()):
             raise InputError(f"{directory}: {both[0]} is stored twice, plain and as {kind}")
     _refuse_packed(found, directory)
@@ -163,7 +168,7 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
         notes.append(f"Left out, as no weight is stored in such a dtype: {_listed(ignored)}.")
     endings = TRANSPOSED.get(str(config.get("model_type")), ())
     transposed = frozenset(n for n, (_, e) in entries.items() if endings and n.endswith(endings) and len(e.shape) == 3)
-    return HuggingFaceSource(
+    source = HuggingFaceSource(
         directory,
         files=files,
         mapped=mapped,
@@ -174,6 +179,8 @@ def open_huggingface(directory: Path) -> HuggingFaceSource:
         kind=kind,
         transposed=transposed,
     )
+    source.gptq_zero15 = gptq_zero15 if kind in ("gptq", "auto-round") else None
+    return source
 
 
 def _rebuild_tokenizer(directory: Path, blobs: dict[str, bytes]) -> tuple[list[Path], str]:

@@ -31,8 +31,10 @@ METHODS: Final[Mapping[str, Finder]] = {
 }
 
 
-def find_packed(config: Mapping[str, Any], raw: RawTensors) -> tuple[str, dict[str, PackedTensor]]:
-    """(kind of source, tensors by name) of a quantized checkpoint.
+def find_packed(
+    config: Mapping[str, Any], raw: RawTensors, *, gptq_zero15: int | None = None
+) -> tuple[str, dict[str, PackedTensor]]:
+    """(kind of source, tensors by name) of a quantized checkpoint. gptq_zero15: see gptq.find.
 
     Raises InputError for a method that is not known, and for tensors that do not fit what config.json says.
     """
@@ -46,7 +48,7 @@ def find_packed(config: Mapping[str, Any], raw: RawTensors) -> tuple[str, dict[s
             raise raw.error(
                 f"quantization_config: quant_method {str(method)[:40]!r} is not supported; known are {known}"
             )
-        found = METHODS[method](settings, raw)
+        found = gptq.find(settings, raw, zero15=gptq_zero15) if method == "gptq" else METHODS[method](settings, raw)
         kind = str(settings["quant_method"])
     else:
         settings = config.get("quantization")

@@ -46,11 +46,13 @@ class PackedTensor:
 
 
 class RawTensors:
-    """Tensors of the files as they are stored. `used` gathers the names that a format has made use of."""
+    """Tensors of the files as they are stored. `used` gathers the names that a format has made use of; `activations`
+    those that say how activations are rounded, which weights alone have no use for."""
 
     def __init__(self, directory: Path, found: Mapping[str, tuple[MappedFile, Entry]]) -> None:
         self.directory = directory
         self.used: set[str] = set()
+        self.activations: set[str] = set()
         self._found = found
 
     def __contains__(self, name: str) -> bool:
@@ -90,6 +92,10 @@ class RawTensors:
             raise self.error(f"{name} has shape {entry.shape}, expected {shape}")
         self.used.add(name)
         return entry.shape
+
+    def leave_activations(self) -> None:
+        self.activations = {f"{module}.input_scale" for module in self.modules(".input_scale")}
+        self.used |= self.activations
 
     def use_matrix(self, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
         """As `use`, of rank 2 and not empty."""

@@ -34,12 +34,13 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
     weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     named = (w.get("group_size") for w in weights if isinstance(w, dict))
     sizes = {size for size in named if isinstance(size, int)}
+    raw.leave_activations()
     out = {f"{module}.weight": _packed(module, raw, sizes) for module in raw.modules(".weight_packed")}
     for module in raw.modules(".weight_scale"):
         name = f"{module}.weight"
         if name in out or name not in raw:
             continue
-        raw.used |= {n for n in (f"{module}.input_scale", f"{module}.weight_zero_point") if n in raw}
+        raw.used |= {n for n in (f"{module}.weight_zero_point",) if n in raw}
         if raw.entry(name).dtype == "I8":
             out[name] = _int8(module, raw, sizes)
         else:

@@ -39,7 +39,7 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
     block = settings.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= 1 << 20 for n in block):
         raise raw.error(f"quantization_config: weight_block_size is {str(block)[:40]}, expected two integers")
-    raw.used |= {f"{module}.input_scale" for module in raw.modules(".input_scale")}
+    raw.leave_activations()
     return {
         f"{module}.weight": tensor(f"{module}.weight", f"{module}.weight_scale_inv", raw, block=(block[0], block[1]))
         for module in raw.modules(".weight_scale_inv")

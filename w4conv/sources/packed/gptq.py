@@ -22,7 +22,8 @@ import numpy.typing as npt
 from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
 
 
-def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
+def find(settings: Mapping[str, Any], raw: RawTensors, *, zero15: int | None = None) -> dict[str, PackedTensor]:
+    """zero15: what a stored zero point of 15 means in "gptq", 16 or 0; None refuses it."""
     bits = integer(settings, "bits", raw)
     if bits not in (4, 8):
         raise raw.error(f"GPTQ with {bits} bits is not supported; 4 and 8 are")
@@ -31,12 +32,12 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
         raise raw.error(f"GPTQ checkpoint_format {str(layout)[:40]!r} is not supported; gptq and gptq_v2 are")
     group_size = integer(settings, "group_size", raw)
     return {
-        f"{module}.weight": _tensor(module, raw, bits, group_size, v2=layout == "gptq_v2")
+        f"{module}.weight": _tensor(module, raw, bits, group_size, v2=layout == "gptq_v2", zero15=zero15)
         for module in raw.modules(".qweight")
     }
 
 
-def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: bool) -> PackedTensor:
+def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: bool, zero15: int | None) -> PackedTensor:
     per_word = 32 // bits
     n_words, n_rows = raw.use_matrix(f"{module}.qweight", ("I32",))
     n_columns = n_words * per_word
@@ -46,7 +47,7 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: boo
         raise raw.error(f"{module}.qweight: {n_rows} outputs are no multiple of {per_word}")
     raw.use(f"{module}.qzeros", ("I32",), (n_groups, n_rows // per_word))
     raw.use(f"{module}.scales", FLOATS, (n_groups, n_rows))
-    zeros = _zero_points(module, raw, bits, v2=v2)
+    zeros = _zero_points(module, raw, bits, v2=v2, zero15=zero15)
     middle = 1 << (bits - 1)
     symmetric = bool((zeros == middle).all())
     order = _order(module, raw, n_columns, n_groups)
@@ -66,7 +67,7 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: boo
         return out
 
     kind = None
-    if trivial:
+    if trivial and zeros.max() < 1 << bits:
         kind = {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
 
     def levels(rows: slice) -> npt.NDArray[np.generic]:
@@ -84,18 +85,23 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: boo
     )
 
 
-def _zero_points(module: str, raw: RawTensors, bits: int, *, v2: bool) -> npt.NDArray[np.int16]:
+def _zero_points(module: str, raw: RawTensors, bits: int, *, v2: bool, zero15: int | None) -> npt.NDArray[np.int16]:
     """(groups, out)."""
     stored = fields(raw.read(f"{module}.qzeros"), bits)
     if v2:
         return stored.astype(np.int16)
     highest = (1 << bits) - 1
+    zeros = stored.astype(np.int16) + 1
     if (stored == highest).any():
-        raise raw.error(
-            f"{module}.qzeros holds {highest}, which some programs read as a zero point of {highest + 1} and some as "
-            "0; the file does not say which. Save it with checkpoint_format gptq_v2, or convert the original model"
-        )
-    return stored.astype(np.int16) + 1
+        if bits != 4 or zero15 is None:
+            choice = "Say which with --gptq-zero15 16 or 0, save" if bits == 4 else "Save"
+            raise raw.error(
+                f"{module}.qzeros holds {highest}, which some programs read as a zero point of {highest + 1} and some "
+                f"as 0; the file does not say which. {choice} it with checkpoint_format gptq_v2, or convert the "
+                "original model"
+            )
+        zeros[zeros == highest + 1] = zero15
+    return zeros
 
 
 def _order(module: str, raw: RawTensors, n_columns: int, n_groups: int) -> npt.NDArray[np.int64] | None:
