@@ -108,3 +108,19 @@ def test_added_tokens_as_transformers_has_them(tmp_path: Path, case: str) -> Non
         assert ours.encode(text, add_bos=False) == ids, text
         assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True), text
         assert ours.encode(text) == oracle.encode(text)
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama3", "qwen3"])
+def test_special_tokens_as_transformers_has_them(tmp_path: Path, name: str) -> None:
+    """Which token begins a text, whether it is added, and what a chat template is told of special tokens."""
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
+    files = tokenizer_files(name)
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(files)
+    assert ours.special_tokens == oracle.special_tokens_map
+    assert ours.stop_ids() == {oracle.eos_token_id}
+    assert ours.bos_id == oracle.bos_token_id
+    for text in ("", "a b", f"a{oracle.eos_token}", "x \n"):
+        assert ours.encode(text) == oracle.encode(text), text

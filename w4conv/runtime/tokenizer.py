@@ -155,7 +155,8 @@ class Tokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         out: dict[str, str] = {}
-        for name in SPECIAL_NAMES:
+        more = [name for name in self._settings if name.endswith("_token")]  # such as "image_token"
+        for name in dict.fromkeys((*SPECIAL_NAMES, *more)):
             token = _token_text(self._settings.get(name)) or _token_text(self._map.get(name))
             if token is not None:
                 out[name] = token
