@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -461,9 +460,6 @@ class _Conversion:
             writer.write(name, "values", values)
             progress.advance(values.nbytes, name)
             return 0
-        if len(stored.shape) > 2:
-            self._write_stack(writer, name, scheme, progress)
-            return 0
         if name in self._coded:
             self._write_coded(writer, name, scheme, progress)
             return 0
@@ -486,18 +482,6 @@ class _Conversion:
         for kind, blocks in rest.items():
             writer.write(name, kind, np.concatenate(blocks))
         return n_underflowed
-
-    def _write_stack(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:
-        """A tensor of rank 3 or more as it is, some of its first axis at a time."""
-        stored = self._source.tensors[name]
-        n = stored.shape[0]
-        nbytes = math.prod(stored.shape[1:]) * codes.VALUE_DTYPES[stored.dtype.lower()].itemsize
-        step = max(BLOCK_NBYTES // max(nbytes, 1), 1)
-        for start in range(0, n, step):
-            values = self._source.read(name, slice(start, min(start + step, n)))
-            self._check_finite(name, values, stored.dtype)
-            writer.write(name, "values", codes.pack(scheme, values.reshape(-1, *values.shape[-2:])))
-            progress.advance(values.nbytes, name)
 
     def _write_coded(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:
         """Codes and scales as the source has them."""
@@ -522,8 +506,9 @@ class _Conversion:
             yield from ((rows, self._source.read(name, rows)) for rows in self._row_blocks(name))
             return
         for i in range(self._source.tensors[name].shape[0]):
-            matrix = self._source.read(name, slice(i, i + 1))[0]
-            yield from ((rows, np.ascontiguousarray(matrix[rows])) for rows in self._row_blocks(name))
+            stack = self._source.read(name, slice(i, i + 1))
+            for matrix in stack.reshape(-1, *stack.shape[-2:]):
+                yield from ((rows, np.ascontiguousarray(matrix[rows])) for rows in self._row_blocks(name))
 
     def _row_blocks(self, name: str) -> Iterator[slice]:
         """Slices of the rows of a matrix, whole tiles of bounded size."""

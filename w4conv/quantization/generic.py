@@ -50,9 +50,9 @@ def generic_model(config: Mapping[str, object], shapes: Iterable[tuple[str, tupl
 
 
 def role_of(name: str, shape: tuple[int, ...]) -> Role:
-    """Matrices are embedding, head or linear weights by their names; all else counts as norm or bias and is kept."""
+    """Matrices are embedding, head or linear weights by their names; all else is kept."""
     if len(shape) != 2:
-        return "bias" if name.endswith("bias") else "norm"
+        return "norm" if len(shape) < 2 else "bias"  # what a recipe keeps, be it a vector or a stack of matrices
     return matrix_role(name)
 
 
