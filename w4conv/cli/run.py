@@ -76,25 +76,25 @@ def run(
     text = _read_prompt(prompt, prompt_file)
     with open_container(file) as container:
         refuse_to_run(file, container.provenance)
-    with Model(file, threads=threads, ctx=ctx, activations=activations) as model:
-        tokenizer = Tokenizer(model.container.blobs)
-        if chat:
-            from w4conv.runtime.chat import ChatTemplate
+        with Model(container, threads=threads, ctx=ctx, activations=activations) as model:
+            tokenizer = Tokenizer(container.blobs)
+            if chat:
+                from w4conv.runtime.chat import ChatTemplate
 
-            template = ChatTemplate.from_blobs(model.container.blobs)
-            text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
-        generation = generate_text(
-            model,
-            tokenizer,
-            tokenizer.encode(text, add_bos=False if chat else None),
-            max_tokens=n,
-            sampler=sampler,
-            stop_ids=tokenizer.stop_ids(chat=chat),
-            at_start=chat or not text,
-            on_piece=_ignore if json else _output.write,
-            lookup=lookup,
-        )
-        figures = statistics(model, generation)
+                template = ChatTemplate.from_blobs(container.blobs)
+                text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
+            generation = generate_text(
+                model,
+                tokenizer,
+                tokenizer.encode(text, add_bos=False if chat else None),
+                max_tokens=n,
+                sampler=sampler,
+                stop_ids=tokenizer.stop_ids(chat=chat),
+                at_start=chat or not text,
+                on_piece=_ignore if json else _output.write,
+                lookup=lookup,
+            )
+            figures = statistics(model, generation)
     if json:
         _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
     else:

@@ -49,9 +49,8 @@ class Tokenizer:
                 "work without it, and Model.logits takes token ids. Put tokenizer.json beside the weights and convert "
                 "again"
             )
-        document = json_object(blobs, "tokenizer.json")
         self._tokenizer = _load(blobs["tokenizer.json"])
-        self._pieces = _Pieces(document)
+        self._pieces = _Pieces(_decoder_of(self._tokenizer))
         self._config = json_object(blobs, "config.json")
         self._generation = json_object(blobs, "generation_config.json")
         self._settings = json_object(blobs, "tokenizer_config.json")
@@ -192,8 +191,8 @@ class StreamDecoder:
 class _Pieces:
     """Token text to bytes, by the decoder that tokenizer.json declares: byte-level, or spaces written as U+2581."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        steps = list(_decoder_steps(document.get("decoder")))
+    def __init__(self, decoder: object) -> None:
+        steps = list(_decoder_steps(decoder))
         kinds = {str(step.get("type")) for step in steps}
         self._byte_level = "ByteLevel" in kinds
         unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -217,6 +216,11 @@ class _Pieces:
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         return token.replace(_SPACE, " ").encode()
+
+
+def _decoder_of(tokenizer: _Tokenizer) -> object:
+    """The `decoder` of tokenizer.json as the package has read it: large files are parsed once, not twice."""
+    return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
 
 
 def _decoder_steps(decoder: object) -> Iterable[Mapping[str, Any]]:
