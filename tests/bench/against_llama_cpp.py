@@ -1,6 +1,6 @@
 """Decode and prefill beside llama.cpp, alternately in one run, on random weights of a real model's shape.
 
-    python tests/bench/against_llama_cpp.py [--shape 135m|0.5b|1b|8b] [--rounds 3] [--prompt 512] [--tokens 32]
+    python tests/bench/against_llama_cpp.py [--shape llama-3.2-1b] [--rounds 3] [--prompt 512] [--tokens 32]
 
 Needs llama-cpp-python and gguf beside w4conv. llama.cpp gets Q4_0 with a Q8_0 head, w4conv int4/g128 with an int8 head;
 both read their weights from a file in the page cache. Prints each round and the medians of the ratios.
@@ -9,7 +9,6 @@ both read their weights from a file in the page cache. Prints each round and the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,110 +18,72 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied head
-    "135m": (576, 1536, 30, 9, 3, 64, 49152, True),
-    "0.5b": (896, 4864, 24, 14, 2, 64, 151936, True),
-    "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
-    "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
-}
+from w4conv.measure.shapes import SHAPES, RandomWeights
+from w4conv.models import parse_config
+from w4conv.models.spec import ModelSpec
+from w4conv.runtime.engine import Model
+
+Q4, Q8, F16 = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "F16"))
 
 
-def random_blocks(rng: np.random.Generator, n_rows: int, n_columns: int, block_nbytes: int) -> np.ndarray:
-    """Rows of 32-element blocks that start with a small FP16 scale; one row's random bytes, rolled for each row."""
-    row = rng.integers(0, 256, (n_columns // 32, block_nbytes), np.uint8)
-    row[:, :2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
-    return np.broadcast_to(row.reshape(-1), (n_rows, row.size))
+def random_rows(rng: np.random.Generator, n_rows: int, n_columns: int, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """One row, random, as often as wanted."""
+    if kind == F16:
+        row = (rng.standard_normal(n_columns) * 0.02).astype(np.float16)
+    else:  # blocks of 32 elements that start with a small FP16 scale
+        blocks = rng.integers(0, 256, (n_columns // 32, 18 if kind == Q4 else 34), np.uint8)
+        blocks[:, :2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
+        row = blocks.reshape(-1)
+    return np.ascontiguousarray(np.broadcast_to(row, (n_rows, row.size)))
 
 
-def write_gguf(path: Path, shape: tuple[int, ...]) -> None:
-    hidden, inner, n_layers, heads, kv_heads, head_dim, vocab, tied = shape
+def write_gguf(
+    path: Path, spec: ModelSpec, *, kind: gguf.GGMLQuantizationType, head: gguf.GGMLQuantizationType
+) -> None:
+    """The same shape for llama.cpp, as a Llama model (a Qwen2 shape loses its three biases a layer)."""
+    hidden, inner, vocab = spec.hidden_size, spec.intermediate_size, spec.vocab_size
+    q_width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(4096)
     writer.add_embedding_length(hidden)
-    writer.add_block_count(n_layers)
+    writer.add_block_count(spec.n_layers)
     writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_head_count(spec.n_heads)
+    writer.add_head_count_kv(spec.n_kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_rope_dimension_count(spec.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("no_vocab")
     rng = np.random.default_rng(0)
-    q4, q8 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 
-    def linear(name: str, n_rows: int, n_columns: int, kind: gguf.GGMLQuantizationType) -> None:
-        data = random_blocks(rng, n_rows, n_columns, 18 if kind == q4 else 34)
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
+    def linear(name: str, n_rows: int, n_columns: int, kind: gguf.GGMLQuantizationType = kind) -> None:
+        rows = random_rows(rng, n_rows, n_columns, kind)
+        writer.add_tensor(name, rows, raw_dtype=None if kind == F16 else kind)
 
-    linear("token_embd.weight", vocab, hidden, q8)
-    for i in range(n_layers):
+    linear("token_embd.weight", vocab, hidden, head)
+    for i in range(spec.n_layers):
         prefix = f"blk.{i}."
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"{prefix}{name}.weight", np.ones(hidden, np.float32))
-        linear(f"{prefix}attn_q.weight", heads * head_dim, hidden, q4)
-        linear(f"{prefix}attn_k.weight", kv_heads * head_dim, hidden, q4)
-        linear(f"{prefix}attn_v.weight", kv_heads * head_dim, hidden, q4)
-        linear(f"{prefix}attn_output.weight", hidden, heads * head_dim, q4)
-        linear(f"{prefix}ffn_gate.weight", inner, hidden, q4)
-        linear(f"{prefix}ffn_up.weight", inner, hidden, q4)
-        linear(f"{prefix}ffn_down.weight", hidden, inner, q4)
+        linear(f"{prefix}attn_q.weight", q_width, hidden)
+        linear(f"{prefix}attn_k.weight", kv_width, hidden)
+        linear(f"{prefix}attn_v.weight", kv_width, hidden)
+        linear(f"{prefix}attn_output.weight", hidden, q_width)
+        linear(f"{prefix}ffn_gate.weight", inner, hidden)
+        linear(f"{prefix}ffn_up.weight", inner, hidden)
+        linear(f"{prefix}ffn_down.weight", hidden, inner)
     writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    if not tied:
-        linear("output.weight", vocab, hidden, q8)
+    if not spec.tied_head:
+        linear("output.weight", vocab, hidden, head)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def write_w4(path: Path, shape: tuple[int, ...]) -> None:
-    from w4conv import codes
-    from w4conv.container import TensorPlan, Writer, open_target, plan
-    from w4conv.models import parse_config
-    from w4conv.scheme import F32, int4, int8
-
-    hidden, inner, n_layers, heads, kv_heads, head_dim, vocab, tied = shape
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    }
-    rng = np.random.default_rng(0)
-    tensors = []
-    for t in parse_config(config).tensors():
-        scheme = F32 if t.role == "norm" else int4(128) if t.role == "linear" else int8(128)
-        tensors.append(TensorPlan(t.name, t.shape, scheme, "F16"))
-    provenance = {"tool": "bench", "source": {"kind": "random", "files": []}}
-    layout = plan(tensors, {"config.json": json.dumps(config).encode()}, provenance)
-    noise = rng.integers(0, 256, 1 << 22, np.uint8)
-    with open_target(path, layout.file_nbytes) as file:
-        writer = Writer(file, layout)
-        for t in tensors:
-            for kind, nbytes in codes.part_sizes(t.scheme, t.shape).items():
-                if kind == "codes":
-                    while nbytes > 0:
-                        writer.write(t.name, kind, noise[:nbytes])
-                        nbytes -= min(nbytes, noise.size)
-                elif kind == "scales":
-                    writer.write(t.name, kind, np.full(nbytes // 2, 0.002, np.float16))
-                else:
-                    writer.write(t.name, kind, np.ones(nbytes // 4, np.float32))
-        writer.finish([])
-
-
 def w4conv_runner(path: Path, threads: int, n_prompt: int, n_tokens: int) -> Callable[[], tuple[float, float]]:
-    from w4conv.runtime.engine import Model
-
     model = Model(path, threads=threads, ctx=n_prompt + n_tokens + 1)
     prompt = np.random.default_rng(1).integers(0, 1000, n_prompt)
 
@@ -174,7 +135,7 @@ def llama_cpp_runner(path: Path, threads: int, n_prompt: int, n_tokens: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
@@ -182,8 +143,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as tmp:
         ours, theirs = Path(tmp) / "model.w4", Path(tmp) / "model.gguf"
-        write_w4(ours, SHAPES[args.shape])
-        write_gguf(theirs, SHAPES[args.shape])
+        RandomWeights(args.shape, scheme="w4a16").write(ours)
+        write_gguf(theirs, parse_config(SHAPES[args.shape]), kind=Q4, head=Q8)
         print(f"{args.shape}: w4 {ours.stat().st_size / 1e9:.3f} GB, gguf {theirs.stat().st_size / 1e9:.3f} GB")
         a = w4conv_runner(ours, args.threads, args.prompt, args.tokens)
         b = llama_cpp_runner(theirs, args.threads, args.prompt, args.tokens)
