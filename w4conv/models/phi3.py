@@ -18,7 +18,7 @@ def parse(config: Config, architecture: str) -> ModelSpec:
     spec = decoder(_long(config), family="phi3", architecture=architecture)
     window = config.integer("sliding_window", high=MAX_POSITIONS) if "sliding_window" in config else 0
     windows = layer_windows(config, [SLIDING if window else FULL] * spec.n_layers, window)
-    return replace(spec, fused=frozenset({"qkv", "gate_up"}), sliding_windows=windows)
+    return replace(spec, fused=("qkv", "gate_up"), sliding_windows=windows)
 
 
 def _long(config: Config) -> Config:

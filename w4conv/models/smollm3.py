@@ -37,7 +37,7 @@ def parse(config: Config, architecture: str) -> ModelSpec:
     return replace(spec, no_rope=no_rope, sliding_windows=layer_windows(config, kinds, window))
 
 
-def _no_rope(config: Config, n_layers: int) -> frozenset[int]:
+def _no_rope(config: Config, n_layers: int) -> tuple[int, ...]:
     """`no_rope_layers` says 1 for a layer *with* a rotary embedding, 0 for one without."""
     interval = config.integer("no_rope_layer_interval", 4, high=MAX_LAYERS)
     flags = config.get("no_rope_layers")
@@ -45,4 +45,4 @@ def _no_rope(config: Config, n_layers: int) -> frozenset[int]:
         flags = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
     if not isinstance(flags, list) or len(flags) != n_layers or any(flag not in (0, 1) for flag in flags):
         raise config.error("no_rope_layers", f"expected a list of {n_layers} numbers 0 or 1, one a layer")
-    return frozenset(layer for layer, flag in enumerate(flags) if not flag)
+    return tuple(layer for layer, flag in enumerate(flags) if not flag)

@@ -103,11 +103,11 @@ class ModelSpec:
     mlp_bias: bool = False
     tied_head: bool = False
     local_rope: RopeSpec | None = None
-    no_rope: frozenset[int] = frozenset()
+    no_rope: tuple[int, ...] = ()
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS_BEFORE)
     norm_offset: float = 0.0
     qk_norm: Literal["", "head", "row"] = ""
-    fused: frozenset[str] = frozenset()
+    fused: tuple[str, ...] = ()
     interleaved: bool = False
     activation: str = "silu"
     attention_scale: float = 0.0
