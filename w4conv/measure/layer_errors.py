@@ -88,9 +88,14 @@ class LayerErrors:
         return tuple(out)
 
     def _multiply(self, matrix: Matrix, x: F32Array) -> F32Array:
-        scheme, shape, parts = matrix
+        scheme, (n_rows, n_columns), parts = matrix
         return kernels.matmul(
-            scheme, shape, parts, np.ascontiguousarray(x), threads=self._threads, activation_bits=self._bits
+            scheme,
+            (n_rows, n_columns),
+            parts,
+            np.ascontiguousarray(x),
+            threads=self._threads,
+            activation_bits=self._bits,
         )
 
 
