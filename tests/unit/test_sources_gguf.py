@@ -124,9 +124,9 @@ def test_every_quantized_type(tmp_path, qtype):
 
 def test_types_that_cannot_be_dequantized(tmp_path):
     def add(writer):
-        writer.add_tensor("blk.0.ffn_gate_inp.weight", np.zeros((4, 64), np.int32))
+        writer.add_tensor("blk.0.ssm_in.weight", np.zeros((4, 64), np.int32))
 
-    with pytest.raises(InputError, match=r"blk\.0\.ffn_gate_inp\.weight: a llama model has no such tensor"):
+    with pytest.raises(InputError, match=r"blk\.0\.ssm_in\.weight: a llama model has no such tensor"):
         open_source(make_llama_gguf(tmp_path / "a.gguf", edit=add))
 
     def integers(writer):
@@ -263,21 +263,41 @@ def test_rope_scaling_keys(tmp_path):
 
     def yarn(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(64)
+
+    def long(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+
+    def other(writer):
+        writer.add_string("llama.rope.scaling.type", "mrope")
+
+    def half(writer):
+        writer.add_rope_dimension_count(8)
 
     path = tmp_path / "m.gguf"
     assert config_of(make_llama_gguf(path, edit=linear))["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
     assert config_of(make_llama_gguf(path, edit=older))["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    with pytest.raises(
-        InputError, match=r"llama\.rope\.scaling\.type: 'yarn' is not supported; known are none, linear"
-    ):
-        open_source(make_llama_gguf(path, edit=yarn))
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert config_of(make_llama_gguf(path, edit=yarn))["rope_scaling"] == expected
+    assert config_of(make_llama_gguf(path, edit=half))["partial_rotary_factor"] == 0.5
+    for edit, match in [
+        (other, r"llama\.rope\.scaling\.type: 'mrope' is not supported; known are none, linear"),
+        (long, r"llama\.rope\.scaling\.type: longrope without rope_factors_short.weight and rope_factors_long.weight"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            open_source(make_llama_gguf(path, edit=edit))
 
 
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda w: w.add_expert_count(8), r"llama\.expert_count: a mixture of experts"),
-        (lambda w: w.add_rope_dimension_count(8), r"llama\.rope\.dimension_count: 8 differs from the head size 16"),
+        (lambda w: w.add_expert_count(8), r"llama\.expert_used_count: is missing"),
+        (lambda w: w.add_rope_dimension_count(32), r"llama\.rope\.dimension_count: 32 is not between 1 and the head"),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 64), np.float32)),
+            r"blk\.0\.ffn_up_exps\.weight: shape \(4, 64\), expected a matrix for each expert",
+        ),
         (lambda w: w.add_value_length(8), r"llama\.attention\.value_length: 8 differs from the head size 16"),
         (lambda w: w.add_type("adapter"), r"general\.type: 'adapter' is not a model; merge it into its base model"),
         (lambda w: w.add_type("mmproj"), r"general\.type: 'mmproj' is not a model$"),
@@ -298,8 +318,8 @@ def test_models_that_are_refused(tmp_path, edit, match):
 
 
 def test_other_architectures_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"general\.architecture: 'gemma3' is not supported; known are llama, qwen2"):
-        open_source(make_llama_gguf(tmp_path / "m.gguf", arch="gemma3"))
+    with pytest.raises(InputError, match=r"general\.architecture: 'gpt2' is not supported; known are llama, qwen2"):
+        open_source(make_llama_gguf(tmp_path / "m.gguf", arch="gpt2"))
 
 
 def test_a_file_without_tensors(tmp_path):

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +33,9 @@ from w4conv.export.packed import offsets, spread
 from w4conv.export.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.progress import Progress
-from w4conv.sources.gguf import BLOCK_NAMES, ROPE_FACTORS, TOP_NAMES, stored_rows
+from w4conv.sources.gguf import stored_rows
+from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES, Architecture
+from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS
 
 Array = npt.NDArray[np.generic]
 
@@ -41,13 +46,14 @@ MAX_NAME_NBYTES: Final = 63
 TYPE_IDS: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
 BLOCK_NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type
-ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
-INTERLEAVED: Final = ("llama",)  # architectures whose q and k rows are stored pair after pair
 
 
 def plan(model: ExportModel, options: Options) -> Plan:
-    if model.spec.family not in ARCHITECTURES:
-        raise InputError(f"{model.container.path}: {model.spec.architecture} cannot be exported to GGUF yet")
+    if model.spec.family not in BY_FAMILY:
+        raise InputError(
+            f"{model.container.path}: {model.spec.architecture} cannot be exported to GGUF; families that can are "
+            f"{', '.join(BY_FAMILY)}"
+        )
     return GgufPlan(model, options)
 
 
@@ -55,13 +61,13 @@ class GgufPlan(Plan):
     """One file, written in one pass."""
 
     def __init__(self, model: ExportModel, options: Options) -> None:
-        architecture = ARCHITECTURES[model.spec.family]
+        architecture = BY_FAMILY[model.spec.family]
         self.format = options.to
         self.architecture = model.spec.architecture
         self.tensors = [_export(model, options, architecture, tensor, info) for tensor, info in model.tensors]
-        outputs = [output for tensor in self.tensors for output in tensor.outputs]
-        if (factors := _rope_factors(model.spec)) is not None:
-            outputs.append(Output(ROPE_FACTORS, "F32", factors.shape, factors.nbytes, lambda: iter((factors,))))
+        outputs = _stacked([output for tensor in self.tensors for output in tensor.outputs])
+        for name, factors in _rope_factors(model.spec).items():
+            outputs.append(Output(name, "F32", factors.shape, factors.nbytes, partial(_whole, factors)))
         keys, self.notes = metadata(model, architecture, _file_type(self.tensors))
         self._outputs = outputs
         self._head = _head(keys, outputs)
@@ -86,15 +92,29 @@ class GgufPlan(Plan):
                 target.write(bytes(_padded(output.nbytes) - output.nbytes))
 
 
-def _export(model: ExportModel, options: Options, architecture: str, tensor: TensorSpec, info: TensorInfo) -> Exported:
-    name = _name(tensor)
+def _whole(values: Array) -> Iterator[Array]:
+    return iter((values,))
+
+
+def _joined(outputs: Sequence[Output]) -> Iterator[Array]:
+    return chain.from_iterable(output.blocks() for output in outputs)
+
+
+def _export(
+    model: ExportModel, options: Options, architecture: Architecture, tensor: TensorSpec, info: TensorInfo
+) -> Exported:
+    name = _name(architecture, tensor)
     n_heads = {"q_proj": model.spec.n_heads, "k_proj": model.spec.n_kv_heads}.get(tensor.part.removesuffix(".bias"), 0)
     order = None
-    if n_heads and architecture in INTERLEAVED:
+    if n_heads and architecture.interleaved:
         # stored_rows: row of the file of each row of ours; the inverse permutation lists our rows in the file's order.
         order = np.argsort(stored_rows(info.shape[0] // n_heads, 0, info.shape[0]))
     if len(info.shape) < 2:
-        return FloatWriter(model, "f32").export(info, name=name, order=order)  # llama.cpp wants vectors as F32
+        # llama.cpp wants vectors as F32.
+        offset = architecture.norm_offset if tensor.role == "norm" else 0.0
+        return FloatWriter(model, "f32").export(info, name=name, order=order, offset=offset)
+    if tensor.role == "router":  # and routers
+        return FloatWriter(model, "f32").export(info, name=name)
     if (kind := _block_type(model, info)) is None:
         dtype = info.scheme.kind if info.scheme.is_float else options.dtype or "f32"
         return FloatWriter(model, dtype).export(info, name=name, order=order)
@@ -103,12 +123,34 @@ def _export(model: ExportModel, options: Options, architecture: str, tensor: Ten
     return Exported(info, kind, (output,))
 
 
-def _name(tensor: TensorSpec) -> str:
-    """GGUF name of a tensor, by the table that reads GGUF files."""
+def _name(architecture: Architecture, tensor: TensorSpec) -> str:
+    """GGUF name of a tensor, by the table that reads GGUF files. Those of experts come to have the same name."""
     if tensor.layer is None:
         return next(ours for ours, theirs in TOP_NAMES.items() if theirs == tensor.name)
     module, _, ending = tensor.name.removeprefix(f"model.layers.{tensor.layer}.").rpartition(".")
-    return f"blk.{tensor.layer}.{next(o for o, t in BLOCK_NAMES.items() if t == module)}.{ending}"
+    ours = next(o for o, t in architecture.blocks.items() if t.format(tensor.expert) == module)
+    return f"blk.{tensor.layer}.{ours}.{ending}"
+
+
+def _stacked(outputs: list[Output]) -> list[Output]:
+    """One tensor of all that have a name in common: the matrices of the experts of a layer."""
+    groups: dict[str, list[Output]] = {}
+    for output in outputs:
+        groups.setdefault(output.name, []).append(output)
+    out = []
+    for name, group in groups.items():
+        first = group[0]
+        if len(group) == 1:
+            out.append(first)
+            continue
+        if len({output.dtype for output in group}) > 1:
+            raise InputError(
+                f"{name}: the experts of a layer differ in their coding; a GGUF file holds them as one tensor"
+            )
+        nbytes = sum(output.nbytes for output in group)
+        shape = (len(group), *first.shape)
+        out.append(Output(name, first.dtype, shape, nbytes, partial(_joined, group)))
+    return out
 
 
 def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
@@ -149,13 +191,17 @@ def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint
     return np.concatenate(parts, axis=2).reshape(n_rows, -1)
 
 
-def _rope_factors(spec: ModelSpec) -> npt.NDArray[np.float32] | None:
-    """What llama.cpp divides each frequency by; only the scaling of Llama 3 is stored so."""
-    if spec.rope.scaling != "llama3":
-        return None
-    scaled = np.array(spec.rope.inverse_frequencies(spec.head_dim))
-    plain = np.array([spec.rope.theta ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)])
-    return np.asarray(plain / scaled, np.float32)
+def _rope_factors(spec: ModelSpec) -> dict[str, npt.NDArray[np.float32]]:
+    """What llama.cpp divides each frequency by, by the names of the tensors: of the scalings llama3 and longrope."""
+    rope = spec.rope
+    if rope.scaling == "longrope":
+        factors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
+        return {name: np.asarray(factors[key], np.float32) for name, key in LONG_FACTORS.items()}
+    if rope.scaling != "llama3":
+        return {}
+    scaled = np.array(rope.inverse_frequencies(spec.head_dim))
+    plain = np.array(replace(rope, scaling="default").inverse_frequencies(spec.head_dim))
+    return {ROPE_FACTORS: np.asarray(plain / scaled, np.float32)}
 
 
 def _file_type(tensors: Sequence[Exported]) -> int:

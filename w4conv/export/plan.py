@@ -110,20 +110,28 @@ class FloatWriter:
         self.itemsize = codes.VALUE_DTYPES[self.dtype].itemsize
 
     def export(
-        self, info: TensorInfo, *, name: str | None = None, order: npt.NDArray[np.int64] | None = None
+        self,
+        info: TensorInfo,
+        *,
+        name: str | None = None,
+        order: npt.NDArray[np.int64] | None = None,
+        offset: float = 0.0,
     ) -> Exported:
-        """The whole tensor dequantized. order: rows of the container in the order of the output, or None."""
+        """The whole tensor dequantized. order: rows of the container in the order of the output, or None. offset: added
+        to a vector's values."""
         rounding = None if self.dtype in ("f32", info.scheme.kind) else Rounding()
         word = FLOAT_WORDS[self.dtype]
         nbytes = info.n_values * self.itemsize
-        output = Output(name or info.name, word, info.shape, nbytes, lambda: self._blocks(info, order, rounding))
+        output = Output(
+            name or info.name, word, info.shape, nbytes, lambda: self._blocks(info, order, offset, rounding)
+        )
         return Exported(info, word, (output,), rounding)
 
     def _blocks(
-        self, info: TensorInfo, order: npt.NDArray[np.int64] | None, rounding: Rounding | None
+        self, info: TensorInfo, order: npt.NDArray[np.int64] | None, offset: float, rounding: Rounding | None
     ) -> Iterator[Array]:
         if len(info.shape) < 2 or order is not None:
-            values = self.model.container.dequantize(info.name)
+            values = self.model.container.dequantize(info.name) + np.float32(offset)
             yield self._rounded(info, values if order is None else values[order], rounding)
             return
         for rows in row_blocks(info):

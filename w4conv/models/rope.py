@@ -184,13 +184,16 @@ def _rope_of(settings: Config, config: Config, max_positions: int, head_dim: int
     return RopeSpec(theta, scaling, factor, low, high, original, partial)
 
 
-def _yarn(settings: Config, theta: float, partial: float, factor: float, original: int) -> RopeSpec:
-    def magnitude_of(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """What cos and sin are multiplied by where the context is stretched by a factor (Peng et al. 2023, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    magnitude = magnitude_of(1.0)
+
+def _yarn(settings: Config, theta: float, partial: float, factor: float, original: int) -> RopeSpec:
+    magnitude = yarn_magnitude(factor)
     if settings.get("mscale") and settings.get("mscale_all_dim"):
-        magnitude = magnitude_of(settings.number("mscale")) / magnitude_of(settings.number("mscale_all_dim"))
+        weights = [settings.number(key) for key in ("mscale", "mscale_all_dim")]
+        magnitude = yarn_magnitude(factor, weights[0]) / yarn_magnitude(factor, weights[1])
     if theta <= 1:
         raise settings.error("rope_theta", f"{theta:g} is not above 1, as yarn needs it")
     return RopeSpec(

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +16,9 @@ import numpy.typing as npt
 from w4conv.errors import InputError
 from w4conv.sources._files import VALUE_DTYPES, MappedFile, row_range, values
 from w4conv.sources.base import CodedRows, Source, SourceTensor
+from w4conv.sources.gguf_architectures import ARCHITECTURES, TOP_NAMES, Architecture
 from w4conv.sources.gguf_blocks import coded, coding_of
-from w4conv.sources.gguf_config import ARCHITECTURES, Architecture, rebuild_config, rebuild_generation_config
+from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS, rebuild_config, rebuild_generation_config
 from w4conv.sources.gguf_header import GgufHeader, GgufTensor
 from w4conv.sources.gguf_tokenizer import rebuild_tokenizer
 
@@ -26,35 +27,23 @@ DEQUANTIZABLE: Final = {
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
     "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS",
 }  # fmt: skip
-TOP_NAMES: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-BLOCK_NAMES: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 BLOCK: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
-ROPE_FACTORS: Final = "rope_freqs.weight"  # computed from the rope scaling, of which it is the only trace
+MAX_EXPERTS: Final = 1024
 SPLIT: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SPLITS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies. n_heads: heads whose rows are stored interleaved, 0 where the rows are in order."""
+    """Where a tensor lies. n_heads: heads whose rows are stored interleaved, 0 where the rows are in order.
+
+    offset: what the file's values have over the checkpoint's.
+    """
 
     file: MappedFile
     tensor: GgufTensor
     n_heads: int
+    offset: float = 0.0
 
 
 class GgufSource(Source):
@@ -84,6 +73,11 @@ class GgufSource(Source):
         start, stop = row_range(rows, tensor.shape)
         shape = (stop - start, *tensor.shape[1:])
         raw = self._raw(place, start, stop)
+        if place.offset:
+            if tensor.type_name != "F32":
+                raise InputError(f"{place.file.path}: {tensor.name}: a norm of type {tensor.type_name}, expected F32")
+            weights: npt.NDArray[np.float32] = values(raw, "F32", shape).astype(np.float32) - np.float32(place.offset)
+            return weights
         if tensor.type_name in VALUE_DTYPES:
             return values(raw, tensor.type_name, shape)
         return _dequantized(raw, tensor, shape, f"{place.file.path}: {tensor.name}")
@@ -155,7 +149,7 @@ def open_gguf(path: Path, *, raw: bool = False) -> GgufSource:
     stored = _all_tensors(headers)
     if not stored:
         raise InputError(f"{path}: holds no tensors, only metadata")
-    rope_factors = _rope_factors(stored)
+    factors = {name: _row(name, *stored.pop(name)) for name in (ROPE_FACTORS, *LONG_FACTORS) if name in stored}
     places = _named(architecture, header, stored)
     config = rebuild_config(
         header,
@@ -163,7 +157,7 @@ def open_gguf(path: Path, *, raw: bool = False) -> GgufSource:
         vocab_size=places["model.embed_tokens.weight"].tensor.shape[0],
         biases=frozenset(name for name in places if name.endswith(".bias")),
         tied="lm_head.weight" not in places,
-        rope_factors=rope_factors,
+        factors=factors,
         dtype=_main_dtype(places),
     )
     blobs = {"config.json": config, "generation_config.json": rebuild_generation_config(header)}
@@ -224,12 +218,9 @@ def _all_tensors(headers: list[GgufHeader]) -> dict[str, tuple[MappedFile, GgufT
     return out
 
 
-def _rope_factors(stored: dict[str, tuple[MappedFile, GgufTensor]]) -> npt.NDArray[np.float32] | None:
-    if ROPE_FACTORS not in stored:
-        return None
-    file, tensor = stored.pop(ROPE_FACTORS)
+def _row(name: str, file: MappedFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:
     if tensor.type_name != "F32" or len(tensor.shape) != 1:
-        raise InputError(f"{file.path}: {ROPE_FACTORS}: expected one row of F32")
+        raise InputError(f"{file.path}: {name}: expected one row of F32")
     return np.frombuffer(file.view(tensor.offset, tensor.nbytes).tobytes(), np.dtype("<f4"))
 
 
@@ -245,9 +236,10 @@ def _named(
     out: dict[str, _Place] = {}
     for name, (file, tensor) in stored.items():
         match = BLOCK.fullmatch(name)
+        module = architecture.blocks.get(match[2]) if match else None
         n_heads = heads.get(match[2], 0) if match else 0
-        if match and match[2] in BLOCK_NAMES:
-            new = f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}.{match[3]}"
+        if match and module:
+            new = f"model.layers.{match[1]}.{module}.{match[3]}"
         elif name in TOP_NAMES:
             new = TOP_NAMES[name]
         else:
@@ -258,10 +250,24 @@ def _named(
             raise InputError(f"{file.path}: {name}: its type {tensor.type_name} cannot be dequantized")
         if n_heads and (n_heads < 0 or tensor.shape[0] % (2 * n_heads)):
             raise InputError(f"{file.path}: {name}: {tensor.shape[0]} rows are not {n_heads} heads of an even size")
-        out[new] = _Place(file, tensor, n_heads)
+        if "{}" in new:
+            out |= {new.format(i): _Place(file, one, 0) for i, one in enumerate(_experts(file, tensor))}
+        else:
+            out[new] = _Place(file, tensor, n_heads, architecture.norm_offset if "norm" in name else 0.0)
     if "model.embed_tokens.weight" not in out:
         raise InputError(f"{header.path}: token_embd.weight is missing")
     return out
+
+
+def _experts(file: MappedFile, tensor: GgufTensor) -> list[GgufTensor]:
+    """The matrices of all experts, which lie one after another in one tensor."""
+    if len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MAX_EXPERTS:
+        raise InputError(f"{file.path}: {tensor.name}: shape {tensor.shape}, expected a matrix for each expert")
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return [
+        replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * nbytes, nbytes=nbytes)
+        for i in range(tensor.shape[0])
+    ]
 
 
 def _dequantized(

@@ -1,0 +1,84 @@
+"""Every family that GGUF holds: exported, read back, and run by llama.cpp where that is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers import tiny_tokenizer
+from tiny_models import MODELS, SIZES, Case
+
+import w4conv
+from w4conv.errors import InputError
+from w4conv.export import export
+from w4conv.runtime.engine import Model
+from w4conv.sources.gguf_architectures import BY_FAMILY
+
+# name -> (model_type, what differs from SIZES): where the tiny model as it comes is not one that llama.cpp runs.
+OWN = {
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "qwen3_moe": ("qwen3_moe", {**MODELS["qwen3_moe"][1], "norm_topk_prob": True, "moe_intermediate_size": 64}),
+    "gemma2": ("gemma2", {"sliding_window": 20, "head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3_text", {"sliding_window": 20, "head_dim": 32, "query_pre_attn_scalar": 32,
+                               "num_hidden_layers": 6}),
+    "granite": MODELS["granite-multipliers"],
+    "mistral": MODELS["mistral-full"],
+}  # fmt: skip
+# Those with a scaled rotary embedding.
+OTHERS = {
+    "phi3-longrope": MODELS["phi3-longrope"],
+    "qwen2-yarn": MODELS["qwen2-yarn"],
+}
+CASES = {family: OWN.get(family, MODELS.get(family, ("", {}))) for family in BY_FAMILY} | OTHERS
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    made = Case(request.param, tmp_path_factory.mktemp("models"), CASES[request.param])
+    tiny_tokenizer(SIZES["vocab_size"] - 1).save(str(made.folder / "tokenizer.json"))
+    return made
+
+
+def logits(path: Path, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
+    with Model(path, kv="f32") as model:
+        return model.logits(tokens)
+
+
+@pytest.mark.parametrize("scheme", ["f32", "w4a16"])
+def test_read_back_it_is_the_same_model(case: Case, tmp_path: Path, scheme: str) -> None:
+    w4conv.quantize(case.folder, tmp_path / "a.w4", scheme=scheme, group_size=32)
+    export(tmp_path / "a.w4", tmp_path / "a.gguf", to="gguf", dtype="f32")
+    w4conv.quantize(tmp_path / "a.gguf", tmp_path / "b.w4", scheme="keep")
+    want = logits(tmp_path / "a.w4", case.tokens)
+    # Gemma's norms are stored with 1 added, which rounds them. Rows that are no multiple of 32 long become floats,
+    # whose products take other activations.
+    bound = 1e-3 if scheme == "w4a16" else 1e-5 if "gemma" in case.model.config.model_type else 0
+    assert np.abs(logits(tmp_path / "b.w4", case.tokens) - want).max() <= bound * np.ptp(want)
+    assert w4conv.verify(tmp_path / "b.w4", against=tmp_path / "a.gguf").ok
+
+
+def test_llama_cpp_computes_the_same(case: Case, tmp_path: Path) -> None:
+    """Nothing is quantized, so every mistake of order, name or metadata shows."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the consumer; it is built from source")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    llm = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, n_batch=64, logits_all=True, verbose=False, n_threads=2)
+    llm.eval(case.tokens.tolist())
+    theirs = np.array(llm.scores[: len(case.tokens)])
+    ours = logits(tmp_path / "m.w4", case.tokens)
+    rows = (
+        slice(len(ours) // 2, None) if case.growing else slice(None)
+    )  # llama.cpp takes one set of frequencies for all
+    assert np.abs(ours[rows] - theirs[rows]).max() < 2e-2 * np.abs(theirs).max()  # its keys and values are FP16
+
+
+@pytest.mark.parametrize("name", ["llama-rope-dynamic", "gemma2-window", "qwen3_moe-some-dense", "gpt_oss"])
+def test_what_llama_cpp_computes_otherwise_is_refused(name: str, tmp_path: Path) -> None:
+    case = Case(name, tmp_path)
+    tiny_tokenizer(SIZES["vocab_size"] - 1).save(str(case.folder / "tokenizer.json"))
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    with pytest.raises(InputError, match="export"):
+        export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    assert not (tmp_path / "m.gguf").exists()
