@@ -59,6 +59,17 @@ def round_with_feedback(
     top: float,
     q: npt.NDArray[np.int8],
 ) -> None: ...
+def substitute(pool: Pool, x: npt.NDArray[np.float32], factor: npt.NDArray[np.float32]) -> None: ...
+def refine(
+    pool: Pool,
+    w: npt.NDArray[np.float32],
+    group_size: int,
+    h: npt.NDArray[np.float32],
+    top: float,
+    n_rounds: int,
+    scales: npt.NDArray[np.uint16],
+    q: npt.NDArray[np.int8],
+) -> None: ...
 def search_scales(
     pool: Pool,
     w: npt.NDArray[np.float32],

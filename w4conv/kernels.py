@@ -180,6 +180,33 @@ def round_with_feedback(
     return q
 
 
+def substitute(x: F32Array, factor: F32Array, *, threads: int | None = None) -> None:
+    """x (n_tiles, n_columns, 16) becomes the y of y M = x, bit for bit `quantization.reference_gptq.substitute`.
+
+    factor: M (n_columns, n_columns), unit lower triangular; only what lies below the diagonal is read.
+    """
+    _native.substitute(_pool(threads or default_threads()), x, factor)
+
+
+def refine(
+    w: F32Array,
+    q: npt.NDArray[np.int8],
+    scales: npt.NDArray[np.float16],
+    h: F32Array,
+    group_size: int,
+    *,
+    bits: int,
+    n_rounds: int,
+    threads: int | None = None,
+) -> None:
+    """Make q (n_tiles, n_columns, 16) and scales (n_tiles, n_groups, 16) better for w under h, in place.
+
+    Bit for bit `quantization.reference_gptq.refine`.
+    """
+    pool, top = _pool(threads or default_threads()), 2.0 ** (bits - 1)
+    _native.refine(pool, w, group_size, h, top, n_rounds, scales.view(np.uint16), q)
+
+
 def search_scales(
     w: F32Array,
     group_size: int,

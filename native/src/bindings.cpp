@@ -426,6 +426,27 @@ void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const Flo
                       scales.data(), static_cast<int64_t>(n_groups), factor.data(), top, q.data());
 }
 
+void bound_substitute(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor) {
+  const size_t n = x.shape(1);
+  require(x.shape(2) == 16 && factor.shape(0) == n && factor.shape(1) == n, "wrong shape");
+  const nb::gil_scoped_release release;
+  substitute(kernels(), pool, x.data(), static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(n), factor.data());
+}
+
+void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatRows& h, float top, int n_rounds,
+                  const MutableHalfTiles& scales, const MutableCodeTiles& q) {
+  const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
+  require(w.shape(2) == 16 && scales.shape(2) == 16 && q.shape(2) == 16, "tiles have 16 rows");
+  require(n > 0 && group_size > 0 && group_size <= n, "group size: not between 1 and the columns");
+  require(static_cast<int64_t>(h.shape(0)) == n && static_cast<int64_t>(h.shape(1)) == n, "h: wrong shape");
+  require(static_cast<int64_t>(scales.shape(0)) == n_tiles && static_cast<int64_t>(q.shape(0)) == n_tiles &&
+              static_cast<int64_t>(q.shape(1)) == n &&
+              static_cast<int64_t>(scales.shape(1)) == (n + group_size - 1) / group_size,
+          "scales or codes: wrong shape");
+  const nb::gil_scoped_release release;
+  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), top, n_rounds, scales.data(), q.data());
+}
+
 void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatTiles& factors, const Floats& pivots,
                   const Floats& multipliers, float top, const MutableHalfTiles& scales, const MutableFloatTiles& errors) {
   const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
@@ -482,6 +503,8 @@ NB_MODULE(_native, m) {
 
   m.def("cholesky", &bound_cholesky, "pool"_a, "a"_a);
   m.def("round_with_feedback", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "factor"_a, "top"_a, "q"_a);
+  m.def("substitute", &bound_substitute, "pool"_a, "x"_a, "factor"_a);
+  m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "top"_a, "n_rounds"_a, "scales"_a, "q"_a);
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "top"_a,
         "scales"_a, "errors"_a);
 

@@ -81,6 +81,61 @@ def test_rounding_with_feedback(tier: str, n: int, size: int, bits: int) -> None
         assert np.array_equal(untiled(q), expected)
 
 
+@pytest.mark.parametrize("n", [16, 67])
+def test_substitution(tier: str, n: int) -> None:
+    lower = reference.cholesky(moments(n))
+    assert lower is not None
+    factor = unit_factor(lower)
+    x = np.random.default_rng(1).standard_normal((32, n)).astype(np.float32)
+    expected = reference.substitute(x, factor)
+    np.testing.assert_allclose(expected @ factor, x, rtol=1e-4, atol=1e-4)
+    for threads in (1, 2):
+        y = tiled(x)
+        kernels.substitute(y, factor, threads=threads)
+        assert np.array_equal(untiled(y), expected)
+
+
+@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (160, 160)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_refinement(tier: str, n: int, size: int, bits: int) -> None:
+    rng = np.random.default_rng(1)
+    h, w = moments(n).astype(np.float32), rng.standard_normal((32, n)).astype(np.float32)
+    scales = rng.uniform(-0.3, 0.3, (32, -(-n // size))).astype(np.float16)
+    scales[3] = 0
+    q = rng.integers(-(1 << (bits - 1)), 1 << (bits - 1), w.shape).astype(np.int8)
+    q[5] = 0
+    expected_q, expected_scales = reference.refine(w, q, scales, h, size, bits, 2)
+    for threads in (1, 2):
+        tiles, tile_scales = tiled(q.copy()), tiled(scales.copy())
+        kernels.refine(tiled(w), tiles, tile_scales, h, size, bits=bits, n_rounds=2, threads=threads)
+        assert np.array_equal(untiled(tiles), expected_q)
+        assert np.array_equal(untiled(tile_scales).view(np.uint16), expected_scales.view(np.uint16))
+
+
+def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
+    h, n, size = moments(24), 24, 8
+    w = np.random.default_rng(4).standard_normal((8, n)).astype(np.float32)
+    scales = np.full((8, 3), 0.25, np.float16)
+    q = np.clip(np.rint(w / 0.25), -8, 7).astype(np.int8)
+
+    def error(q: Any, scales: Any) -> Any:
+        e = w - q * np.repeat(scales.astype(np.float64), size, axis=1)
+        return np.einsum("ri,ij,rj->r", e, h, e)
+
+    before = error(q, scales)
+    q, scales = reference.refine(w, q, scales, h.astype(np.float32), size, 4, 20)
+    after = error(q, scales)
+    assert (after < 0.9 * before).all()
+    for j, step in itertools.product(range(n), (-1, 1)):
+        other = q.copy()
+        other[:, j] = np.clip(other[:, j] + step, -8, 7)
+        assert (error(other, scales) >= after * (1 - 1e-5)).all()
+    for g, factor in itertools.product(range(3), (0.998, 1.002)):
+        changed = scales.copy()
+        changed[:, g] = (changed[:, g] * factor).astype(np.float16)
+        assert (error(q, changed) >= after * (1 - 1e-4)).all()
+
+
 @pytest.mark.parametrize(("n", "size"), [(32, 32), (75, 32), (200, 200)])
 def test_search_of_scales(tier: str, n: int, size: int) -> None:
     rng = np.random.default_rng(3)

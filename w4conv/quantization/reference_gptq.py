@@ -47,6 +47,53 @@ def round_with_feedback(w: F32Array, scales: F32Array, factor: F32Array, bits: i
     return q.astype(np.int8)
 
 
+def substitute(x: F32Array, factor: F32Array) -> F32Array:
+    """y of y M = x for rows x (n_rows, n_columns); factor: M, unit lower triangular."""
+    y, fed = x.copy(), np.zeros_like(x)
+    for j in reversed(range(x.shape[1])):
+        y[:, j] -= fed[:, j]
+        fed[:, :j] += y[:, j, None] * factor[j, :j]
+    return y
+
+
+def refine(
+    w: F32Array, q: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], h: F32Array, size: int, bits: int,
+    n_rounds: int,
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:  # fmt: skip
+    """Better codes (n_rows, n_columns) and scales (n_rows, n_groups) for w, groups of `size` columns.
+
+    Descent by coordinates on e h e^T, e = w - q scale, whose slope along column k is (e h)_k: in each round every scale
+    takes its best value given all else, rounded to FP16 (as it was where that is no finite value but 0); then every
+    code, from the last to the first. h: symmetric, its diagonal positive.
+    """
+    n = w.shape[1]
+    code, scale, groups = q.astype(np.float32), scales.astype(np.float32), np.arange(n) // size
+    slope, error = np.zeros_like(w), w - code * scale[:, groups]
+    for j in reversed(range(n)):
+        slope += error[:, j, None] * h[j]
+    for _ in range(n_rounds):
+        for g in range(scale.shape[1]):
+            columns = np.flatnonzero(groups == g)
+            along = np.zeros_like(w)
+            for j in reversed(columns):
+                along += code[:, j, None] * h[j]
+            gain, curvature = np.zeros(len(w), np.float32), np.zeros(len(w), np.float32)
+            for j in columns:
+                gain += code[:, j] * slope[:, j]
+                curvature += code[:, j] * along[:, j]
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                best = (scale[:, g] + gain / curvature).astype(np.float16).astype(np.float32)
+            best = np.where((curvature > 0) & np.isfinite(best) & (best != 0), best, scale[:, g])
+            slope += (scale[:, g] - best)[:, None] * along
+            scale[:, g] = best
+        for j in reversed(range(n)):
+            of_j = scale[:, groups[j]]
+            best = code_of(code[:, j] * of_j + slope[:, j] / h[j, j], of_j, bits)
+            slope += ((code[:, j] - best) * of_j)[:, None] * h[j]
+            code[:, j] = best
+    return code.astype(np.int8), scale.astype(np.float16)
+
+
 def search_scales(
     w: F32Array, factor: F32Array, pivots: F32Array, multipliers: F32Array, bits: int
 ) -> tuple[npt.NDArray[np.float16], F32Array]:

@@ -165,6 +165,9 @@ struct Kernels {
   // Calibrated rounding (calibrated.inc.h).
   void (*round_with_feedback)(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,
                               float top, int8_t* q, float* acc);
+  void (*substitute)(float* x, int64_t n, const float* factor, float* acc);
+  void (*refine)(const float* w, int64_t n, int64_t group_size, const float* h, float top, int n_rounds, uint16_t* scales,
+                 int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
                         int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc);
   int64_t (*cholesky_rows)(double* a, int64_t n, int64_t first, int64_t width, int64_t row_begin, int64_t row_end,

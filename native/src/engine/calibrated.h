@@ -14,6 +14,13 @@ void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int
                          const int32_t* group, const float* scales, int64_t n_groups, const float* factor, float top,
                          int8_t* q);
 
+// x [n_tiles][n][16] := the y of y M = x, M [n][n] unit lower triangular.
+void substitute(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, int64_t n, const float* factor);
+
+// Codes q [n_tiles][n][16] and FP16 scales [n_tiles][n_groups][16] made better; h [n][n].
+void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
+            const float* h, float top, int n_rounds, uint16_t* scales, int8_t* q);
+
 // w [n_tiles][n][16], groups of group_size columns; factors [n_groups][group_size][group_size] (the last group uses its own
 // width as stride), pivots [n] -> scales and errors [n_tiles][n_groups][16].
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,

@@ -12,6 +12,10 @@ inline vf code_of(vf x, vf scale, float top) {
   return select((vi)(scale == vf{}), vf{}, q);
 }
 
+inline void clear(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = 0.0f;
+}
+
 // acc[k] += e[j] * factor[j][k] for j descending from n_e - 1 to 0, for columns [k, k + kUnroll).
 template <int kUnroll>
 inline void feed_back(float* acc, const float* e, int64_t n_e, const float* factor, int64_t stride) {
@@ -30,36 +34,113 @@ inline void feed_back(float* acc, const float* e, int64_t n_e, const float* fact
   }
 }
 
-// Columns from the last to the first: q[j] = code of w[j] + acc[j], and its error e = w[j] - q scale goes to the columns
-// before it, acc[k] += e factor[j][k]. group[j]: whose scale column j has. acc: n * 16 floats of scratch.
-void round_with_feedback(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,
-                         float top, int8_t* q, float* acc) {
+// acc[k] += e[j] * factor[j][k] for columns k of [begin, end), likewise.
+template <int kUnroll>
+inline void feed_columns(float* acc, int64_t begin, int64_t end, const float* e, int64_t n_e, const float* factor,
+                         int64_t stride) {
+  int64_t k = begin;
+  for (; k + kUnroll <= end; k += kUnroll) feed_back<kUnroll>(acc + k * 16, e, n_e, factor + k, stride);
+  for (; k < end; k++) feed_back<1>(acc + k * 16, e, n_e, factor + k, stride);
+}
+
+// Columns from the last to the first: e = step(j, v, acc of column j) goes to other columns, acc[k] += e factor[j][k]: to
+// those before j, or with kAll to every one, j itself too. Blocks of columns, whose order no sum can tell.
+template <bool kAll, class Step>
+inline void descend(int64_t n, const float* factor, float* acc, Step step) {
   constexpr int64_t kColumns = 32;
   constexpr int kUnroll = kLanes == 16 ? 8 : 4;
   alignas(64) float e[kColumns * 16];
-  for (int64_t i = 0; i < n * 16; i++) acc[i] = 0.0f;
   for (int64_t end = n; end > 0;) {
     const int64_t begin = end > kColumns ? end - kColumns : 0;
     for (int64_t j = end - 1; j >= begin; j--) {
       for (int v = 0; v < kVectors; v++) {
-        const int64_t at = j * 16 + v * kLanes;
-        const vf scale = load(scales + group[j] * 16 + v * kLanes), original = load(w + at);
-        const vf code = code_of(original + load(acc + at), scale, top);
-        for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
-        const vf error = original - code * scale;
+        const vf error = step(j, v, load(acc + j * 16 + v * kLanes));
         store(e + (j - begin) * 16 + v * kLanes, error);
-        for (int64_t k = begin; k < j; k++) {
+        for (int64_t k = begin; k < (kAll ? end : j); k++) {
           float* p = acc + k * 16 + v * kLanes;
           store(p, load(p) + error * splat(factor[j * n + k]));
         }
       }
     }
-    const float* rows = factor + begin * n;
-    int64_t k = 0;
-    for (; k + kUnroll <= begin; k += kUnroll) feed_back<kUnroll>(acc + k * 16, e, end - begin, rows + k, n);
-    for (; k < begin; k++) feed_back<1>(acc + k * 16, e, end - begin, rows + k, n);
+    feed_columns<kUnroll>(acc, 0, begin, e, end - begin, factor + begin * n, n);
+    if (kAll) feed_columns<kUnroll>(acc, end, n, e, end - begin, factor + begin * n, n);
     end = begin;
   }
+}
+
+// q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - q scale goes to the columns before
+// it. group[j]: whose scale column j has. acc: n * 16 floats of scratch.
+void round_with_feedback(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,
+                         float top, int8_t* q, float* acc) {
+  clear(acc, n * 16);
+  descend<false>(n, factor, acc, [&](int64_t j, int v, vf fed) {
+    const int64_t at = j * 16 + v * kLanes;
+    const vf scale = load(scales + group[j] * 16 + v * kLanes), original = load(w + at);
+    const vf code = code_of(original + fed, scale, top);
+    for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
+    return original - code * scale;
+  });
+}
+
+// x of x M = b, M unit lower triangular: x[j] = b[j] - acc[j], from the last column to the first. acc: n * 16 floats.
+void substitute(float* x, int64_t n, const float* factor, float* acc) {
+  clear(acc, n * 16);
+  descend<false>(n, factor, acc, [&](int64_t j, int v, vf fed) {
+    float* p = x + j * 16 + v * kLanes;
+    store(p, load(p) - fed);
+    return load(p);
+  });
+}
+
+// Codes and scales better than they were for the error e h e^T, e = w - q scale, h symmetric with a positive diagonal. In
+// each round every scale takes its best value given all else, then every code, from the last to the first.
+// scales: [n_groups][16] FP16 bits. scratch: 3 * n * 16 floats.
+void refine(const float* w, int64_t n, int64_t group_size, const float* h, float top, int n_rounds, uint16_t* scales,
+            int8_t* q, float* scratch) {
+  constexpr int kUnroll = kLanes == 16 ? 8 : 4;
+  float *const slope = scratch, *const along = slope + n * 16, *const code = along + n * 16;  // slope: e h
+  for (int64_t k = 0; k < n; k++) {
+    for (int v = 0; v < kVectors; v++) {
+      const int64_t at = k * 16 + v * kLanes;
+      for (int i = 0; i < kLanes; i++) code[at + i] = q[at + i];
+      store(along + at, load(w + at) - load(code + at) * from_f16(scales + k / group_size * 16 + v * kLanes));
+    }
+  }
+  clear(slope, n * 16);
+  feed_columns<kUnroll>(slope, 0, n, along, n, h, n);
+  for (int round = 0; round < n_rounds; round++) {
+    for (int64_t begin = 0; begin < n; begin += group_size) {
+      const int64_t end = begin + group_size < n ? begin + group_size : n;
+      uint16_t* const bits = scales + begin / group_size * 16;
+      clear(along, n * 16);
+      feed_columns<kUnroll>(along, 0, n, code + begin * 16, end - begin, h + begin * n, n);
+      for (int v = 0; v < kVectors; v++) {
+        vf gain = {}, curvature = {};
+        for (int64_t k = begin; k < end; k++) {
+          const int64_t at = k * 16 + v * kLanes;
+          gain += load(code + at) * load(slope + at);
+          curvature += load(code + at) * load(along + at);
+        }
+        const vf before = from_f16(bits + v * kLanes);
+        to_f16(before + gain / curvature, bits + v * kLanes);
+        vf after = from_f16(bits + v * kLanes);
+        after = select((vi)(curvature > vf{}) & (vi)(after - after == vf{}) & (vi)(after != vf{}), after, before);
+        to_f16(after, bits + v * kLanes);
+        for (int64_t k = 0; k < n; k++) {
+          const int64_t at = k * 16 + v * kLanes;
+          store(slope + at, load(slope + at) + (before - after) * load(along + at));
+        }
+      }
+    }
+    descend<true>(n, h, slope, [&](int64_t j, int v, vf at_j) {
+      const int64_t at = j * 16 + v * kLanes;
+      const vf scale = from_f16(scales + j / group_size * 16 + v * kLanes), before = load(code + at);
+      const vf after = code_of(before * scale + at_j / splat(h[j * n + j]), scale, top);
+      store(code + at, after);
+      return (before - after) * scale;
+    });
+  }
+  for (int64_t i = 0; i < n * 16; i++) q[i] = static_cast<int8_t>(code[i]);
 }
 
 // Scales of one group of n columns: of the candidates base * multipliers[i], base the scale of round-to-nearest, the first
