@@ -129,6 +129,7 @@ class Model:
         o: npt.NDArray[np.float32],
         gate_up: npt.NDArray[np.float32],
         down: npt.NDArray[np.float32],
+        until: int,
     ) -> None: ...
 
 def new_model(config: ModelConfig, threads: int) -> Model: ...

@@ -3,8 +3,8 @@ it give. One layer's weights and moments are held at a time, and the hidden rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,23 +17,25 @@ from w4conv.container import Layout
 from w4conv.errors import InputError, UsageError
 from w4conv.measure.texts import load_text
 from w4conv.models.spec import ModelSpec, TensorSpec
-from w4conv.quantization.calibrated import METHODS, Inputs, ScaleError, Solution, solve
-from w4conv.quantization.moments import Moments
+from w4conv.quantization.calibrated import METHODS, Inputs, Lack, ScaleError, Solution, solve
+from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.recipe import KEPT
-from w4conv.runtime.engine import LayerModel, Matrix, padded_width
+from w4conv.runtime.engine import Captured, LayerModel, Matrix, padded_width
 from w4conv.runtime.tokenizer import Tokenizer
-from w4conv.scheme import QuantScheme
+from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
 
 F32Array = npt.NDArray[np.float32]
 
 HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
+TIED_SHARE: Final = 4  # one sequence in so many is run to see what a tied head reads
 _READ_ROWS: Final = 1 << 13
 # The place in the layer whose rows each matrix reads.
 READS: Final = {
     "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv", "o_proj": "o",
     "gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up", "down_proj": "down",
 }  # fmt: skip
+NORMED: Final = ("qkv", "gate_up")  # places whose rows a norm gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,14 @@ def read_calibration(
     return CalibrationText(blake3(text.content.encode()).hexdigest(), sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of one place. lack: of the rows that a norm gives, for places in NORMED; else of the hidden rows."""
+
+    inputs: Inputs
+    lack: Lack
+
+
 class Calibrator:
     """Rounds the layers of a source in order. `layout` says how each tensor is coded."""
 
@@ -95,17 +105,23 @@ class Calibrator:
         self._source, self._spec, self._layout, self._methods = source, spec, layout, methods
         self._threads, self._solved = threads, solved
         self._sequences = text.sequences
-        self._hidden: F32Array | None = None  # (n, ctx, padded hidden_size)
+        # Hidden rows (n, ctx, padded hidden_size) of the model as it was, and of the one rounded so far.
+        self._streams: tuple[F32Array, F32Array] | None = None
         self._next_layer = 0
         self._done: dict[str, Solution] = {}
         # matrices by the method that won
         self.chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
 
     def take(self, name: str) -> Solution:
-        """The rounding of a matrix; matrices of layers are asked for in order, each once. Raises InputError."""
+        """The rounding of a matrix; they are asked for in the order of the model, each once. Raises InputError."""
+        if self._streams is None:
+            self._start()
         while name not in self._done:
             self._done.clear()
-            self._run_layer(self._next_layer)
+            if self._next_layer < self._spec.n_layers:
+                self._run_layer(self._next_layer)
+            else:
+                self._round_head()
             self._next_layer += 1
         return self._done.pop(name)
 
@@ -113,54 +129,103 @@ class Calibrator:
         won = ", ".join(f"{method} {n}" for method, n in self.chosen.items() if n)
         return f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"
 
+    def _start(self) -> None:
+        exact = self._embed(self._original_rows)
+        embedding = self._spec.tensors()[0]
+        if embedding.name in self._methods:  # and the head, what its error is judged as
+            self._solve_rows(embedding, self._exact_head(exact[::TIED_SHARE].copy()), of_inputs=False)
+            solution = self._done[embedding.name]
+            scheme = self._layout.tensors[embedding.name].scheme
+            self._streams = exact, self._embed(lambda ids: _solved_rows(solution, scheme, embedding.shape[1], ids))
+        else:
+            self._streams = exact, self._embed(self._nearest_rows)
+
     def _run_layer(self, layer: int) -> None:
-        if self._hidden is None:
-            self._hidden = self._embed()
-        tensors = [t for t in self._spec.tensors() if t.layer == layer]
-        linears = [t for t in tensors if t.role == "linear"]
-        vectors = {t.part: _floats(self._source, t.name) for t in tensors if t.role in ("norm", "bias")}
-        original = {t.part: self._original(t) for t in linears}
-        inputs = self._inputs(LayerModel(self._spec, layer, original, vectors, threads=self._threads))
-        del original
-        rounded: dict[str, Matrix] = {}
-        for t in linears:
-            scheme = self._layout.tensors[t.name].scheme
-            if t.name not in self._methods:
-                kept = self._source.tensors[t.name].coding == scheme  # then its values as they are
-                rounded[t.part] = self._original(t) if kept else self._coded(t, scheme)
-                continue
-            values = self._source.read(t.name)
-            try:
-                s = solve(
-                    _as_f32(values, self._source.tensors[t.name].dtype), inputs[READS[t.part]], scheme,
-                    self._methods[t.name],
-                    threads=self._threads,
-                )  # fmt: skip
-            except ScaleError as error:
-                raise self._bad(t.name, error) from None
-            self._done[t.name] = s
-            self.chosen[s.method] += 1
-            parts = {"codes": kernels.as_bytes(s.codes), "scales": kernels.as_bytes(s.scales)}
-            rounded[t.part] = (scheme, (t.shape[0], t.shape[1]), parts)
-            self._solved(values.nbytes, t.name)
-        model = LayerModel(self._spec, layer, rounded, vectors, threads=self._threads)
-        for sequence in self._hidden:
+        assert self._streams is not None
+        exact, hidden = self._streams
+        linears, matrices, vectors = self._load(layer)
+        wanted = self._wanted(LayerModel(self._spec, layer, matrices, vectors, threads=self._threads), exact)
+        for place in Captured._fields:
+            model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+            seen = self._observe(model, place, hidden, wanted)
+            for part in (part for part in linears if READS[part] == place):
+                matrices[part] = self._round(linears[part], seen)
+        model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+        for sequence in hidden:
             model.run(sequence)
 
-    def _inputs(self, model: LayerModel) -> dict[str, Inputs]:
-        assert self._hidden is not None
-        moments: dict[str, tuple[Moments, Moments]] = {}
-        for i, sequence in enumerate(self._hidden):
-            captured = model.run(sequence.copy(), capture=True)
-            assert captured is not None
-            for place, rows in captured._asdict().items():
-                if not np.isfinite(rows).all():
-                    raise InputError(
-                        f"{self._source.path}: the model's activations are not finite; its weights are broken"
-                    )
-                pair = moments.setdefault(place, (Moments(rows.shape[1]), Moments(rows.shape[1])))
-                pair[i % HELD_OUT == HELD_OUT // 2].add(rows, threads=self._threads)
-        return {place: Inputs(fit.matrix(), held_out.matrix()) for place, (fit, held_out) in moments.items()}
+    def _load(self, layer: int) -> tuple[dict[str, TensorSpec], dict[str, Matrix], dict[str, F32Array]]:
+        """The matrices of a layer: what they are, their original values; and its vectors."""
+        tensors = [t for t in self._spec.tensors() if t.layer == layer]
+        linears = {t.part: t for t in tensors if t.role == "linear"}
+        vectors = {t.part: _floats(self._source, t.name) for t in tensors if t.role in ("norm", "bias")}
+        return linears, {part: self._original(t) for part, t in linears.items()}, vectors
+
+    def _wanted(self, model: LayerModel, exact: F32Array) -> dict[str, F32Array]:
+        """What the rounded layer is to come near to: the inputs of its products that read normed rows, and the hidden
+        rows after its products that are added to them. `exact` moves on."""
+        width = self._spec.hidden_size
+        qkv, gate_up = (np.empty((*exact.shape[:2], width), np.float32) for _ in range(2))
+        middle = exact.copy()
+        for i, sequence in enumerate(exact):
+            qkv[i] = model.observe(sequence, "qkv")
+            gate_up[i] = model.observe(middle[i], "gate_up")
+            model.run(sequence)
+        return {"qkv": qkv, "o": middle[..., :width], "gate_up": gate_up, "down": exact[..., :width]}
+
+    def _observe(self, model: LayerModel, place: str, hidden: F32Array, wanted: dict[str, F32Array]) -> _Seen:
+        """model: rounded as far as the matrices that read `place`."""
+
+        def pairs() -> Iterator[tuple[F32Array, F32Array]]:
+            for i, sequence in enumerate(hidden):
+                after = sequence.copy()
+                rows = model.observe(after, place)
+                yield rows, wanted[place][i] - (rows if place in NORMED else after[:, : self._spec.hidden_size])
+
+        return self._see(pairs())
+
+    def _see(self, pairs: Iterator[tuple[F32Array, F32Array]], *, held_out: int = HELD_OUT) -> _Seen:
+        """pairs: of each sequence, the rows that a product reads, and what these or the hidden rows after it lack.
+
+        held_out: one in how many is.
+        """
+        sums: list[tuple[Moments, CrossMoments]] = []
+        for i, (rows, lack) in enumerate(pairs):
+            if not np.isfinite(rows).all():
+                raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
+            width = rows.shape[1]
+            sums = sums or [(Moments(width), CrossMoments(lack.shape[1], width)) for _ in range(2)]
+            moments, products = sums[i % held_out == held_out // 2]
+            moments.add(rows, threads=self._threads)
+            products.add(lack, rows, threads=self._threads)
+        (fit, fit_lack), (judge, judge_lack) = sums
+        return _Seen(
+            Inputs(fit.matrix(), judge.matrix(), threads=self._threads),
+            Lack(fit_lack.matrix(), judge_lack.matrix()),
+        )
+
+    def _round(self, t: TensorSpec, seen: _Seen) -> Matrix:
+        scheme = self._layout.tensors[t.name].scheme
+        if t.name not in self._methods:
+            kept = self._source.tensors[t.name].coding == scheme  # then its values as they are
+            return self._original(t) if kept else self._coded(t, scheme)
+        values = self._source.read(t.name)
+        s = self._solve(t, values, 0, seen, of_inputs=READS[t.part] in NORMED)
+        self._done[t.name] = s
+        self.chosen[s.method] += 1
+        self._solved(values.nbytes, t.name)
+        parts = {"codes": kernels.as_bytes(s.codes), "scales": kernels.as_bytes(s.scales)}
+        return scheme, (t.shape[0], t.shape[1]), parts
+
+    def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
+        """values: rows of t from `row` on. of_inputs: whether what is lacking is so of the inputs."""
+        w = _as_f32(values, self._source.tensors[t.name].dtype)
+        lack = seen.lack.of(w, threads=self._threads) if of_inputs else seen.lack
+        scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
+        try:
+            return solve(w, seen.inputs, scheme, method, lack=lack, threads=self._threads)
+        except ScaleError as error:
+            raise self._bad(t.name, error, row + error.row) from None
 
     def _original(self, t: TensorSpec) -> Matrix:
         return self._coded(t, KEPT[self._source.tensors[t.name].dtype])
@@ -173,20 +238,29 @@ class Calibrator:
             raise self._bad(t.name, error) from None
         return scheme, (t.shape[0], t.shape[1]), parts
 
-    def _embed(self) -> F32Array:
-        """The hidden rows that the first layer reads, from the embedding as the container will hold it."""
+    def _embed(self, rows_of: Callable[[npt.NDArray[np.int64]], F32Array]) -> F32Array:
+        """The hidden rows (n, ctx, padded hidden_size) that the first layer reads; rows_of: the embedding's, by ids."""
+        ids, places = np.unique(self._sequences, return_inverse=True)
+        rows = rows_of(ids)
+        out = np.zeros((*self._sequences.shape, padded_width(rows.shape[1])), np.float32)
+        out[..., : rows.shape[1]] = rows[places.reshape(self._sequences.shape)]
+        out *= np.float32(self._spec.embedding_scale)
+        return out
+
+    def _original_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
+        t = self._spec.tensors()[0]
+        return _as_f32(self._rows(t.name, ids), self._source.tensors[t.name].dtype)
+
+    def _nearest_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
+        """As the container will hold them."""
         t = self._spec.tensors()[0]
         scheme, dtype = self._layout.tensors[t.name].scheme, self._source.tensors[t.name].dtype
-        ids, places = np.unique(self._sequences, return_inverse=True)
         rows = self._rows(t.name, ids)
         try:
             parts = _nearest(rows, dtype, scheme, self._threads)
         except kernels.BadValueError as error:
             raise self._bad(t.name, error, int(ids[error.row])) from None
-        out = np.zeros((*self._sequences.shape, padded_width(t.shape[1])), np.float32)
-        out[..., : t.shape[1]] = codes.dequantize(scheme, rows.shape, parts)[places.reshape(self._sequences.shape)]
-        out *= np.float32(self._spec.embedding_scale)
-        return out
+        return codes.dequantize(scheme, rows.shape, parts)
 
     def _rows(self, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """The rows `ids` (ascending) of a matrix, read a block at a time."""
@@ -196,6 +270,45 @@ class Calibrator:
             if len(wanted):
                 blocks.append(self._source.read(name, slice(start, start + int(wanted[-1]) + 1))[wanted])
         return np.concatenate(blocks)
+
+    def _exact_head(self, exact: F32Array) -> _Seen:
+        """What the head reads in the model as it was; `exact` is used up."""
+        for layer in range(self._spec.n_layers):
+            _, matrices, vectors = self._load(layer)
+            model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+            for sequence in exact:
+                model.run(sequence)
+        rows = (self._normed(sequence) for sequence in exact)
+        return self._see(((x, np.zeros_like(x)) for x in rows), held_out=2)
+
+    def _round_head(self) -> None:
+        assert self._streams is not None
+        normed = ((self._normed(a), self._normed(b)) for a, b in zip(*self._streams, strict=True))
+        seen = self._see((rounded, exact - rounded) for exact, rounded in normed)
+        self._solve_rows(self._spec.tensors()[-1], seen, of_inputs=True)
+
+    def _solve_rows(self, t: TensorSpec, seen: _Seen, *, of_inputs: bool) -> None:
+        """A matrix with a row for each token, a block of rows at a time."""
+        found = []
+        for row in range(0, t.shape[0], _READ_ROWS):
+            values = self._source.read(t.name, slice(row, min(row + _READ_ROWS, t.shape[0])))
+            found.append(self._solve(t, values, row, seen, of_inputs=of_inputs))
+            self.chosen[found[-1].method] += row == 0
+            self._solved(values.nbytes, t.name)
+        self._done[t.name] = replace(
+            found[0],
+            codes=np.concatenate([s.codes for s in found]),
+            scales=np.concatenate([s.scales for s in found]),
+            n_underflowed=sum(s.n_underflowed for s in found),
+        )
+
+    def _normed(self, hidden: F32Array) -> F32Array:
+        """Hidden rows after the final norm."""
+        norm = next(t for t in self._spec.tensors() if t.part == "norm")
+        x = hidden[:, : self._spec.hidden_size]
+        squares = kernels.product(x * x, np.ones((1, x.shape[1]), np.float32), threads=self._threads)
+        r = 1 / np.sqrt(squares / np.float32(x.shape[1]) + np.float32(self._spec.norm_eps))
+        return np.asarray(x * r * _floats(self._source, norm.name), np.float32)
 
     def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row
@@ -209,6 +322,15 @@ def _nearest(
         return {"values": kernels.as_bytes(kernels.pack_float(values, dtype, scheme, threads=threads))}
     packed = kernels.quantize_rtn(values, dtype, scheme, threads=threads)
     return {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
+
+
+def _solved_rows(s: Solution, scheme: QuantScheme, n_columns: int, ids: npt.NDArray[np.int64]) -> F32Array:
+    """Rows `ids` of what a solution stands for."""
+    out = np.empty((len(ids), n_columns), np.float32)
+    for i, (tile, row) in enumerate(zip(ids // TILE_ROWS, ids % TILE_ROWS, strict=True)):
+        parts = {"codes": kernels.as_bytes(s.codes[tile]), "scales": kernels.as_bytes(s.scales[tile])}
+        out[i] = codes.dequantize(scheme, (TILE_ROWS, n_columns), parts)[row]
+    return out
 
 
 def _floats(source: Source, name: str) -> F32Array:

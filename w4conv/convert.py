@@ -23,7 +23,7 @@ from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
-from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, make_recipe, read_rules
+from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated, make_recipe, read_rules
 from w4conv.runtime.tokenizer import highest_ids
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
@@ -267,14 +267,14 @@ class _Conversion:
         for t in self._model.tensors():
             choice = self._choices[t.name]
             method = _known_method(choice.method or default)
-            if with_text and t.role == "linear" and choice.kind in CALIBRATED:
+            if with_text and is_calibrated(t.role, choice.kind, tied_head=self._model.tied_head):
                 methods[t.name] = method
             elif choice.method is not None and method != "rtn":
                 if not with_text:
                     raise UsageError(f"recipe: method {method} for {t.name} needs a text: name it with --calibration")
                 raise UsageError(
                     f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
-                    f"as {' or '.join(CALIBRATED)}"
+                    f"as {' or '.join(CALIBRATED)}, and heads as int4"
                 )
         if with_text and not methods:
             raise UsageError(

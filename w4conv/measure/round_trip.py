@@ -18,7 +18,7 @@ from w4conv.measure.distortion import Distortion, DistortionMeter
 from w4conv.models import parse_config
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
-from w4conv.quantization.recipe import CALIBRATED
+from w4conv.quantization.recipe import is_calibrated
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import CodedRows, Source
 
@@ -135,7 +135,7 @@ def _calibrated(container: Container, method: str) -> set[str]:
         return set(container.tensors)
     spec = parse_config(json.loads(container.blobs["config.json"]))
     kinds = {name: info.scheme.kind for name, info in container.tensors.items()}
-    return {t.name for t in spec.tensors() if t.role == "linear" and kinds[t.name] in CALIBRATED}
+    return {t.name for t in spec.tensors() if is_calibrated(t.role, kinds[t.name], tied_head=spec.tied_head)}
 
 
 def _all_same(found: list[bool | None]) -> bool | None:

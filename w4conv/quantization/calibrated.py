@@ -2,10 +2,15 @@
 
 W (n_rows, n_columns) times inputs with second moments H makes outputs whose mean square error over tokens is
 trace(E H E^T), E = W' - W. H holds the mean of the inputs too, so that errors that add up count as such.
+
+The inputs are those of a model rounded up to here; what is wanted are the outputs of the model as it was. With the mean
+products B of inputs and of what the outputs of W lack, the loss is trace(E H E^T) - 2 trace(E B^T), but for a constant.
+It is that of rounding W + B (H + damping)^-1 in place of W: GPTQ's problem, with another aim (Li et al. 2025, GPTAQ).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -30,6 +35,7 @@ METHODS: Final = {
 DAMPING_PERCENT: Final = 30  # of the diagonal's mean, added to the diagonal; ten times as much after each failure
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
 MULTIPLIERS: Final = tuple(sign * (100 - 5 * i) / 100 for i in range(9) for sign in (1, -1))
+REFINEMENTS: Final = 2  # rounds, after which little is to be gained
 JUDGED_ROWS: Final = 1024  # of a matrix, spread over it, on which candidates are compared
 
 
@@ -41,12 +47,63 @@ class ScaleError(ValueError):
         self.reason, self.row, self.column = "a scale beyond FP16", row, column
 
 
-@dataclass(frozen=True, slots=True)
 class Inputs:
-    """Second moments (n_columns, n_columns) of the inputs: of the tokens to fit, and of those held out to judge by."""
+    """Second moments of the inputs of some matrices, and what follows from them alone."""
 
-    fit: F64Array
-    held_out: F64Array
+    def __init__(self, fit: F64Array, held_out: F64Array, *, threads: int | None = None) -> None:
+        """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by."""
+        self.fit, self.held_out = fit, held_out
+        # Of columns: the largest mean square last, which is rounded first.
+        self.order = np.argsort(np.diag(fit), kind="stable")
+        self._threads = threads
+
+    @functools.cached_property
+    def damped(self) -> F64Array:
+        """`fit` with damping; channels that were never active get the mean as their own."""
+        return damp(self.fit, threads=self._threads)
+
+    @functools.cached_property
+    def factor(self) -> tuple[F32Array, F32Array]:
+        """(M, pivots) of the damped moments in `order`."""
+        return self.factor_of(self.order)
+
+    def factor_of(self, columns: npt.NDArray[np.intp]) -> tuple[F32Array, F32Array]:
+        """(M, pivots) of the damped moments of some columns (reference_gptq.py)."""
+        a = self.damped[np.ix_(columns, columns)]
+        kernels.cholesky(a, threads=self._threads)
+        lengths = np.diag(a).copy()
+        a /= lengths
+        return a.astype(np.float32), np.square(lengths).astype(np.float32)
+
+    def solve(self, b: F32Array) -> F32Array:
+        """x of x (fit + damping) = b, rows of (n_rows, n_columns)."""
+        # With M D M^T the factored moments: v M^T = b, u = v / D, x M = u. The first with all orders turned around.
+        factor, pivots = self.factor
+        backwards = self.order[::-1]
+        v = self._substitute(b[:, backwards], np.ascontiguousarray(factor.T[::-1, ::-1]))
+        x = np.empty_like(b)
+        x[:, self.order] = self._substitute(v[:, ::-1] / pivots, factor)
+        return x
+
+    def _substitute(self, b: F32Array, factor: F32Array) -> F32Array:
+        tiles = tiled(b)
+        kernels.substitute(tiles, factor, threads=self._threads)
+        return untiled(tiles, len(b))
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Mean products (n_rows, n_columns) of inputs and of what the outputs of W lack, on the tokens as in `Inputs`."""
+
+    fit: F32Array
+    held_out: F32Array
+
+    def of(self, w: F32Array, *, threads: int | None = None) -> Lack:
+        """For the outputs of w, if this is for what w reads: (n_columns, n_columns)."""
+        fit, held_out = (
+            kernels.product(w, np.ascontiguousarray(a.T), threads=threads) for a in (self.fit, self.held_out)
+        )
+        return Lack(fit, held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +121,23 @@ class Solution:
     n_underflowed: int
 
 
-def solve(w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, threads: int | None = None) -> Solution:
-    """w: finite (n_rows, n_columns). method: a key of METHODS. Raises ScaleError."""
-    problem = _Problem(w, inputs, scheme, threads)
+def solve(
+    w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, lack: Lack | None = None,
+    threads: int | None = None,
+) -> Solution:  # fmt: skip
+    """w: finite (n_rows, n_columns). method: a key of METHODS. lack: None where the outputs lack nothing.
+
+    Raises ScaleError.
+    """
+    problem = _Problem(w, inputs, lack, scheme, threads)
     best: tuple[float, str, _Rounding] | None = None
     for name in METHODS[method]:
         found = problem.run(name)
-        error = problem.error(found)
-        if best is None or error < best[0]:
-            best = error, name, found
+        loss = problem.loss(found)
+        if best is None or loss < best[0]:
+            best = loss, name, found
     assert best is not None
-    error, name, found = best
+    loss, name, found = best
     q = untiled(found.q, len(w))
     stored = (q + 8).astype(np.uint8) if scheme.bits == 4 else q
     power = problem.power()
@@ -82,7 +145,7 @@ def solve(w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, thre
         method=name,
         codes=codes.pack(scheme, stored[None])[0],
         scales=found.scales,
-        error=error / power if power > 0 else 0.0,
+        error=loss / power if power > 0 else 0.0,
         n_underflowed=problem.n_underflowed(found),
     )
 
@@ -96,9 +159,10 @@ class _Rounding:
 
 
 class _Problem:
-    def __init__(self, w: F32Array, inputs: Inputs, scheme: QuantScheme, threads: int | None) -> None:
-        self._w, self._inputs, self._scheme, self._threads = w, inputs, scheme, threads
-        self._tiles = tiled(w)
+    def __init__(
+        self, w: F32Array, inputs: Inputs, lack: Lack | None, scheme: QuantScheme, threads: int | None
+    ) -> None:
+        self._w, self._inputs, self._lack, self._scheme, self._threads = w, inputs, lack, scheme, threads
         n_rows, n = w.shape
         n_judged = min(n_rows, JUDGED_ROWS)
         self._judged = np.arange(n_judged) * n_rows // n_judged
@@ -106,44 +170,49 @@ class _Problem:
         self._group = (np.arange(n) // self._size).astype(np.int32)
 
     def run(self, candidate: str) -> _Rounding:
+        tiles = tiled(self._w)
         if candidate == "rtn":
-            return self._nearest(self._search(np.ones(1, np.float32), None))
+            return self._nearest(tiles, self._search(tiles, np.ones(1, np.float32), whole=False))
         multipliers = np.array(MULTIPLIERS, np.float32)
         if candidate == "search":
-            return self._nearest(self._search(multipliers, None))
-        return self._fed_back(self._search(multipliers, self._inputs.fit))
+            return self._nearest(tiles, self._search(tiles, multipliers, whole=False))
+        if self._lack is not None:
+            tiles = tiled(self._w + self._inputs.solve(self._lack.fit))
+        return self._refined(tiles, self._fed_back(tiles, self._search(tiles, multipliers, whole=True)))
 
-    def error(self, r: _Rounding) -> float:
-        restored = untiled(r.q * self._wide(r.scales), len(self._w))[self._judged]
-        return self._error(restored - self._w[self._judged])
+    def loss(self, r: _Rounding) -> float:
+        """Mean square error of the outputs on the held-out tokens, but for a constant."""
+        e = untiled(r.q * self._wide(r.scales), len(self._w))[self._judged] - self._w[self._judged]
+        gained = 0.0 if self._lack is None else _sum(e.astype(np.float64) * self._lack.held_out[self._judged])
+        return self._error(e) - 2 * gained
 
     def power(self) -> float:
-        """What `error` is of a matrix of zeros."""
+        """Mean square of the outputs on the held-out tokens."""
         return self._error(self._w[self._judged])
 
     def _error(self, e: F32Array) -> float:
         return output_error(e, self._inputs.held_out, threads=self._threads)
 
     def n_underflowed(self, r: _Rounding) -> int:
-        lost = (self._tiles != 0) & (self._wide(r.scales) == 0)
+        lost = (tiled(self._w) != 0) & (self._wide(r.scales) == 0)
         starts = np.arange(0, self._w.shape[1], self._size)
         return int(np.logical_or.reduceat(lost, starts, axis=1).sum())
 
-    def _search(self, multipliers: F32Array, h: F64Array | None) -> npt.NDArray[np.float16]:
-        """Scales by the error of nearest codes weighted by the inputs' mean squares; with h, by the whole output error
+    def _search(self, tiles: F32Array, multipliers: F32Array, *, whole: bool) -> npt.NDArray[np.float16]:
+        """Scales by the error of nearest codes weighted by the inputs' mean squares; `whole`: by the whole output error
         of the group rounded with feedback."""
         n, size = self._w.shape[1], self._size
         factors = np.zeros((self._group[-1] + 1, size, size), np.float32)
         pivots = np.diag(self._inputs.fit).astype(np.float32)
         order = np.arange(n)
-        if h is not None:
+        if whole:
             for g in range(len(factors)):
                 part = slice(g * size, min(n, (g + 1) * size))
-                order[part] = part.start + _ascending(h[part, part])
-                factor, pivots[part] = factor_of(h[np.ix_(order[part], order[part])], self._threads)
+                order[part] = part.start + np.argsort(pivots[part], kind="stable")
+                factor, pivots[part] = self._inputs.factor_of(order[part])
                 factors[g].reshape(-1)[: factor.size] = factor.ravel()
         scales, errors = kernels.search_scales(
-            np.ascontiguousarray(self._tiles[:, order]), size, factors, pivots, multipliers, bits=self._scheme.bits,
+            np.ascontiguousarray(tiles[:, order]), size, factors, pivots, multipliers, bits=self._scheme.bits,
             threads=self._threads,
         )  # fmt: skip
         if np.isinf(errors).any():
@@ -151,50 +220,52 @@ class _Problem:
             raise ScaleError(tile * TILE_ROWS + row, group * size)
         return scales
 
-    def _nearest(self, scales: npt.NDArray[np.float16]) -> _Rounding:
-        return _Rounding(code_of(self._tiles, self._wide(scales), self._scheme.bits).astype(np.int8), scales)
+    def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16]) -> _Rounding:
+        return _Rounding(code_of(tiles, self._wide(scales), self._scheme.bits).astype(np.int8), scales)
 
-    def _fed_back(self, scales: npt.NDArray[np.float16]) -> _Rounding:
-        order = _ascending(self._inputs.fit)
-        factor, _ = factor_of(self._inputs.fit[np.ix_(order, order)], self._threads)
-        q = np.empty(self._tiles.shape, np.int8)
+    def _fed_back(self, tiles: F32Array, scales: npt.NDArray[np.float16]) -> _Rounding:
+        order = self._inputs.order
+        q = np.empty(tiles.shape, np.int8)
         q[:, order] = kernels.round_with_feedback(
-            np.ascontiguousarray(self._tiles[:, order]), self._group[order], scales.astype(np.float32), factor,
-            bits=self._scheme.bits, threads=self._threads,
+            np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32),
+            self._inputs.factor[0], bits=self._scheme.bits, threads=self._threads,
         )  # fmt: skip
         return _Rounding(q, scales)
+
+    def _refined(self, tiles: F32Array, r: _Rounding) -> _Rounding:
+        kernels.refine(
+            tiles, r.q, r.scales, self._inputs.damped.astype(np.float32), self._size, bits=self._scheme.bits,
+            n_rounds=REFINEMENTS, threads=self._threads,
+        )  # fmt: skip
+        return r
 
     def _wide(self, scales: npt.NDArray[np.float16]) -> F32Array:
         """The scale of each value: (n_tiles, n_columns, 16)."""
         return np.repeat(scales.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
 
 
-def _ascending(h: F64Array) -> npt.NDArray[np.intp]:
-    """Order of columns: the largest mean square last, which is rounded first."""
-    return np.argsort(np.diag(h), kind="stable")
-
-
-def factor_of(h: F64Array, threads: int | None = None) -> tuple[F32Array, F32Array]:
-    """(M, pivots) of the damped h (reference_gptq.py). Channels that were never active get the mean as their own."""
-    n = len(h)
-    diagonal = np.diag(h).copy()
+def damp(h: F64Array, *, threads: int | None = None) -> F64Array:
+    """h plus so much of its diagonal's mean that it has a Cholesky factor; the mean alone where the diagonal is 0."""
+    diagonal = np.diag(h)
     mean = float(diagonal.mean()) or 1.0
     damping = mean * DAMPING_PERCENT / 100
     while True:
-        a = h.copy()
-        a[np.arange(n), np.arange(n)] += np.where(diagonal > 0, damping, mean)
-        if kernels.cholesky(a, threads=threads) < 0:
-            break
+        out = h.copy()
+        np.fill_diagonal(out, diagonal + np.where(diagonal > 0, damping, mean))
+        if kernels.cholesky(out.copy(), threads=threads) < 0:
+            return out
         damping *= 10
-    lengths = np.diag(a).copy()
-    a /= lengths
-    return a.astype(np.float32), np.square(lengths).astype(np.float32)
 
 
 def output_error(e: F32Array, h: F64Array, *, threads: int | None = None) -> float:
     """trace(e h e^T), e (n_rows, n_columns); the same bits for any threads."""
     products = kernels.product(e, h.astype(np.float32), threads=threads).astype(np.float64) * e
-    return float(np.cumsum(np.cumsum(products, axis=1)[:, -1])[-1])  # cumsum adds in order, sum as it likes
+    return _sum(products)
+
+
+def _sum(values: F64Array) -> float:
+    """Of a matrix, in a fixed order: cumsum adds in order, sum as it likes."""
+    return float(np.cumsum(np.cumsum(values, axis=1)[:, -1])[-1])
 
 
 def tiled(w: F32Array) -> F32Array:

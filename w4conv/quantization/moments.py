@@ -39,3 +39,20 @@ class Moments:
         lower = np.tril(self._lower) / max(self.n_tokens, 1)
         lower += np.tril(lower, -1).T
         return lower
+
+
+class CrossMoments:
+    """Sum over tokens of y x^T, (n_rows, n_columns), gathered as `Moments` are."""
+
+    def __init__(self, n_rows: int, n_columns: int) -> None:
+        self.n_tokens = 0
+        self._sum = np.zeros((n_rows, n_columns))
+
+    def add(self, y: F32Array, x: F32Array, *, threads: int | None = None) -> None:
+        """y: (n_tokens, n_rows) and x: (n_tokens, n_columns) of the next tokens."""
+        self._sum += kernels.product(np.ascontiguousarray(y.T), np.ascontiguousarray(x.T), threads=threads)
+        self.n_tokens += len(x)
+
+    def matrix(self) -> F32Array:
+        """Mean over the tokens of y x^T."""
+        return (self._sum / max(self.n_tokens, 1)).astype(np.float32)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import InputError, UsageError
+from w4conv.models.spec import Role
 from w4conv.quantization.generic import Inventory
 from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, QuantScheme
 
@@ -41,6 +42,13 @@ KINDS: Final = (*BITS, "keep")  # what one tensor can be told to be
 CALIBRATED: Final = ("int4", "int8")  # kinds of linear weights that methods other than rtn know
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
 BUILT_IN: Final = Path(__file__).parent / "recipes"
+
+
+def is_calibrated(role: Role, kind: str, *, tied_head: bool) -> bool:
+    """Whether methods other than rtn know a matrix: linear weights, and those of a head in 4 bits."""
+    if role == "linear":
+        return kind in CALIBRATED
+    return kind == "int4" and (role == "head" or (role == "embedding" and tied_head))
 
 
 @dataclass(frozen=True, slots=True)

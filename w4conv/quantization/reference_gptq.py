@@ -75,10 +75,10 @@ def refine(
         for g in range(scale.shape[1]):
             columns = np.flatnonzero(groups == g)
             along = np.zeros_like(w)
-            for j in reversed(columns):
+            for j in columns[::-1].tolist():
                 along += code[:, j, None] * h[j]
             gain, curvature = np.zeros(len(w), np.float32), np.zeros(len(w), np.float32)
-            for j in columns:
+            for j in columns.tolist():
                 gain += code[:, j] * slope[:, j]
                 curvature += code[:, j] * along[:, j]
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

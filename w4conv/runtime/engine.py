@@ -322,17 +322,34 @@ class LayerModel:
 
         capture: hand out copies of the rows that its products read.
         """
+        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1])
+        return Captured(**captured) if capture else None
+
+    def observe(self, hidden: F32Array, place: str) -> F32Array:
+        """Take one sequence as far as the rows of `place`, a field of `Captured`, and return them.
+
+        `hidden` is as it was for qkv, what is after the attention for o and gate_up, after the layer for down.
+        """
+        return self._run(hidden, (place,), place)[place]
+
+    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str) -> dict[str, F32Array]:
         n, spec = len(hidden), self._spec
         attended = spec.n_heads * spec.head_dim
-        widths = (spec.hidden_size, attended, spec.hidden_size, 0 if self._routed else spec.intermediate_size)
-        captured = [np.empty((n if capture else 0, padded_width(w)), np.float32) for w in widths]
+        inner = 0 if self._routed else spec.intermediate_size
+        widths = dict(zip(Captured._fields, (spec.hidden_size, attended, spec.hidden_size, inner), strict=True))
+        captured = {
+            place: np.empty((n if place in wanted else 0, padded_width(w)), np.float32) for place, w in widths.items()
+        }
+        until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
         session = self._native.session(n, False)
         rope = spec.rope
         session.rope_offset = int(rope.scaling == "longrope" and n > rope.original_max_positions)
         for start in range(0, n, _native.MAX_TOKENS):
             piece = slice(start, min(start + _native.MAX_TOKENS, n))
-            self._native.run_layer(session, 0, hidden[piece], *(c[piece] for c in captured))
-        return Captured(*(c[:, :w] for c, w in zip(captured, widths, strict=True))) if capture else None
+            self._native.run_layer(
+                session, 0, hidden[piece], **{place: c[piece] for place, c in captured.items()}, until=until
+            )
+        return {place: captured[place][:, : widths[place]] for place in wanted}
 
 
 class HeadModel:

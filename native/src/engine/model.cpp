@@ -119,6 +119,7 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
   const bool routed = !layer.experts.empty();
 
   attend(run, config_.layers[i], session, session.cache(i), capture);
+  if (capture.until == Until::kAttentionInputs) return;
 
   const FeedForward& f = layer.mlp;
   inputs_.plan(n, hidden, {&(routed ? layer.router : f.gate_up.is_there() ? f.gate_up : f.gate).weight, &f.up.weight});
@@ -127,6 +128,7 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
     branch_off(run, layer.mlp_norm, m);
   });
   copy_rows(capture.gate_up, run.normed.data, n * run.normed.stride);
+  if (capture.until == Until::kFeedForwardInputs) return;
   routed ? route(run) : feed_forward(f, n, run.out, capture.down);
   pool_.run(n, [&](int64_t m, int) { join(run, f.down, layer.mlp_out_norm, m); });
 }
@@ -146,6 +148,7 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
   inputs_.plan(n, config_.hidden_size, {&(fused ? layer.qkv : layer.q).weight, &layer.k.weight, &layer.v.weight});
   pool_.run(n, [&](int64_t m, int) { branch_off(run, layer.attention_norm, m); });
   copy_rows(capture.qkv, run.normed.data, n * run.normed.stride);
+  if (capture.until == Until::kAttentionInputs) return;
   Rows q, k, v;
   if (fused) {
     q = rows(qkv_, n, q_width + 2 * kv_width);

@@ -78,12 +78,16 @@ class Session {
   std::vector<KvCache> layers_;
 };
 
+// How far a layer is run.
+enum class Until { kAttentionInputs, kFeedForwardInputs, kEnd };
+
 // Where a layer puts a copy of the rows that its products read: n rows each, padded to 16 floats. Null: not wanted.
 struct Capture {
   float* qkv = nullptr;      // hidden_size
   float* o = nullptr;        // n_heads * head_dim
   float* gate_up = nullptr;  // hidden_size; the router's too
   float* down = nullptr;     // inputs of mlp.down
+  Until until = Until::kEnd;
 };
 
 class Model {
