@@ -133,7 +133,7 @@ class Calibrator:
         exact = self._embed(self._original_rows)
         embedding = self._spec.tensors()[0]
         if embedding.name in self._methods:  # and the head, what its error is judged as
-            self._solve_rows(embedding, self._exact_head(exact[::TIED_SHARE].copy()), of_inputs=False)
+            self._solve_rows(embedding, self._exact_head(exact[::TIED_SHARE].copy()))
             solution = self._done[embedding.name]
             scheme = self._layout.tensors[embedding.name].scheme
             self._streams = exact, self._embed(lambda ids: _solved_rows(solution, scheme, embedding.shape[1], ids))
@@ -285,14 +285,14 @@ class Calibrator:
         assert self._streams is not None
         normed = ((self._normed(a), self._normed(b)) for a, b in zip(*self._streams, strict=True))
         seen = self._see((rounded, exact - rounded) for exact, rounded in normed)
-        self._solve_rows(self._spec.tensors()[-1], seen, of_inputs=True)
+        self._solve_rows(self._spec.tensors()[-1], seen)
 
-    def _solve_rows(self, t: TensorSpec, seen: _Seen, *, of_inputs: bool) -> None:
+    def _solve_rows(self, t: TensorSpec, seen: _Seen) -> None:
         """A matrix with a row for each token, a block of rows at a time."""
         found = []
         for row in range(0, t.shape[0], _READ_ROWS):
             values = self._source.read(t.name, slice(row, min(row + _READ_ROWS, t.shape[0])))
-            found.append(self._solve(t, values, row, seen, of_inputs=of_inputs))
+            found.append(self._solve(t, values, row, seen, of_inputs=True))
             self.chosen[found[-1].method] += row == 0
             self._solved(values.nbytes, t.name)
         self._done[t.name] = replace(
