@@ -175,12 +175,18 @@ class Calibrator:
 
     def _observe(self, model: LayerModel, place: str, hidden: F32Array, wanted: dict[str, F32Array]) -> _Seen:
         """model: rounded as far as the matrices that read `place`."""
+        # What outputs lack can be told from hidden rows to which they are added as they are, not through a norm.
+        out_norm = {"o": "attention_out_norm", "down": "mlp_out_norm"}.get(place)
+        share = np.float32(0 if out_norm in self._spec.norms else 1 / self._spec.residual_scale)
 
         def pairs() -> Iterator[tuple[F32Array, F32Array]]:
             for i, sequence in enumerate(hidden):
                 after = sequence.copy()
                 rows = model.observe(after, place)
-                yield rows, wanted[place][i] - (rows if place in NORMED else after[:, : self._spec.hidden_size])
+                if place in NORMED:
+                    yield rows, wanted[place][i] - rows
+                else:
+                    yield rows, (wanted[place][i] - after[:, : self._spec.hidden_size]) * share
 
         return self._see(pairs())
 
@@ -308,7 +314,8 @@ class Calibrator:
         x = hidden[:, : self._spec.hidden_size]
         squares = kernels.product(x * x, np.ones((1, x.shape[1]), np.float32), threads=self._threads)
         r = 1 / np.sqrt(squares / np.float32(x.shape[1]) + np.float32(self._spec.norm_eps))
-        return np.asarray(x * r * _floats(self._source, norm.name), np.float32)
+        weight = _floats(self._source, norm.name) + np.float32(self._spec.norm_offset)
+        return np.asarray(x * r * weight, np.float32)
 
     def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row

@@ -39,7 +39,14 @@ def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
             captured = one.run(hidden.copy(), capture=True)
             assert captured is not None
             inputs.append(captured)
+            after = {place: hidden.copy() for place in Captured._fields}
+            for place, x in after.items():  # as far as each place, the same rows
+                assert np.array_equal(one.observe(x, place), getattr(captured, place))
+            assert np.array_equal(after["qkv"], hidden)
+            assert np.array_equal(after["o"], after["gate_up"])
             assert one.run(hidden) is None
+            assert np.array_equal(after["down"], hidden)
+            assert not np.array_equal(after["o"], hidden)
         x = hidden[:, : spec.hidden_size].astype(np.float64)
         norm = container.dequantize("model.norm.weight")
         final = (x / np.sqrt((x * x).mean(1, keepdims=True) + spec.norm_eps) * norm).astype(np.float32)

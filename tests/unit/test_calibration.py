@@ -15,7 +15,7 @@ from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization import calibrated
-from w4conv.quantization.calibrated import Inputs, output_error, solve
+from w4conv.quantization.calibrated import Inputs, Lack, output_error, solve
 from w4conv.quantization.reference import quantize_rtn
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.verification import verify
@@ -65,6 +65,31 @@ def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
     assert found["search"].error <= found["rtn"].error
     assert found["gptq"].error < 0.8 * found["rtn"].error
     assert found["best"].error == min(s.error for s in found.values())
+
+
+def test_outputs_of_other_inputs_are_aimed_at() -> None:
+    """The matrix reads x, and is to give what w gives of y and some more: its loss is what it differs from that."""
+    w, _, _ = problem(20, 48)
+    rng = np.random.default_rng(5)
+    mix = rng.standard_normal((48, 48))
+    xs, missing = [], []
+    for n in (4000, 1000):
+        x = (rng.standard_normal((n, 48)) @ mix).astype(np.float32)
+        y = x + 0.3 * np.roll(x, 1, axis=1) + 0.1 * rng.standard_normal(x.shape)
+        xs.append(x.astype(np.float64))
+        missing.append((y - x) @ w.T.astype(np.float64) + 0.2 * x[:, :20])
+    lacks = [(m.T @ x / len(x)).astype(np.float32) for m, x in zip(missing, xs, strict=True)]
+    inputs, lack = Inputs(*(x.T @ x / len(x) for x in xs)), Lack(*lacks)
+    expected = np.linalg.solve(inputs.damped, lack.fit.T.astype(np.float64)).T
+    np.testing.assert_allclose(inputs.solve(lack.fit), expected, rtol=1e-3, atol=1e-4)
+
+    def error(s: Any) -> Any:  # on the tokens held out
+        return np.square(xs[1] @ (restored(s, int4(32), w.shape) - w).T - missing[1]).sum(axis=1).mean()
+
+    aimed, local = (solve(w, inputs, int4(32), "gptq", lack=a) for a in (lack, None))
+    assert error(aimed) < 0.3 * error(local)
+    nothing, power = np.square(missing[1]).sum(axis=1).mean(), np.square(xs[1] @ w.T).sum(axis=1).mean()
+    np.testing.assert_allclose(aimed.error, (error(aimed) - nothing) / power, rtol=1e-3)
 
 
 def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
@@ -149,6 +174,31 @@ def test_outputs_of_the_model_are_nearer(model: Path, text: Path, tmp_path: Path
             logits[name] = m.logits(ids)
     error = {name: np.square(logits[name] - logits["keep"]).mean() for name in ("rtn", "best")}
     assert error["best"] < 0.7 * error["rtn"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_in_4_bits(text: Path, tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_llama_dir(tmp_path / "model", hidden=48, inner=80, tied=tied)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    options = SMALL | {"embeddings": "int4", "group_size": 32, "calibration": text}
+    quantize(model, tmp_path / "o.w4", **options)
+    monkeypatch.setattr("w4conv.calibration._READ_ROWS", 32)  # rows are independent, but for what is judged
+    quantize(model, tmp_path / "blocks.w4", **options, threads=1)
+    assert (tmp_path / "o.w4").read_bytes() == (tmp_path / "blocks.w4").read_bytes()
+    report = verify(tmp_path / "o.w4", against=model)
+    assert report.ok
+    assert report.round_trip is not None
+    same = {t.name: t.same_codes for t in report.round_trip.tensors}
+    assert same["model.embed_tokens.weight"] is (None if tied else True)
+    assert same[head] is None
+    quantize(model, tmp_path / "rtn.w4", embeddings="int4", group_size=32)
+    with open_container(tmp_path / "o.w4") as ours, open_container(tmp_path / "rtn.w4") as plain:
+        assert (ours.dequantize(head) != plain.dequantize(head)).any()
+    out = tmp_path / "out.w4"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, out, resume=True, progress=Stop(3), **options)
+    quantize(model, out, resume=True, **options)
+    assert out.read_bytes() == (tmp_path / "o.w4").read_bytes()
 
 
 def test_verify_tells_what_it_cannot_make_again(model: Path, text: Path, tmp_path: Path) -> None:

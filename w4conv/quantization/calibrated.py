@@ -32,7 +32,7 @@ METHODS: Final = {
     "gptq": ("rtn", "gptq"),
     "best": ("rtn", "search", "gptq"),
 }
-DAMPING_PERCENT: Final = 30  # of the diagonal's mean, added to the diagonal; ten times as much after each failure
+DAMPING_PERCENT: Final = 10  # of the diagonal's mean, added to the diagonal; ten times as much after each failure
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
 MULTIPLIERS: Final = tuple(sign * (100 - 5 * i) / 100 for i in range(9) for sign in (1, -1))
 REFINEMENTS: Final = 2  # rounds, after which little is to be gained
