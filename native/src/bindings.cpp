@@ -386,8 +386,7 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
   require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such place");
   const Capture capture{capture_rows(qkv, n, c.hidden_size), capture_rows(o, n, c.n_heads * c.head_dim),
                         capture_rows(gate_up, n, c.hidden_size),
-                        capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns),
-                        static_cast<Until>(until)};
+                        capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns), static_cast<Until>(until)};
   const nb::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(m.turn);
   m.model.run_layer(layer, session, n, x.data(), capture);
@@ -551,7 +550,6 @@ NB_MODULE(_native, m) {
           "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
       .def("finish", &finish, "x"_a, "logits"_a)
-      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a,
-           "until"_a);
+      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a);
   m.def("new_model", &new_model, "config"_a, "threads"_a, nb::rv_policy::take_ownership);
 }
