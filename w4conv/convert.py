@@ -27,7 +27,7 @@ from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated, 
 from w4conv.runtime.tokenizer import highest_ids
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources import open_source
-from w4conv.sources.base import Source
+from w4conv.sources.base import CodedRows, Source
 
 TOOL: Final = f"w4conv {__version__}"
 BLOCK_NBYTES: Final = 1 << 25  # of source values held at a time
@@ -176,7 +176,7 @@ def quantize(
 
 def _default_scheme(source: Source, *, requantize: bool) -> str:
     """What a source gets when no scheme is named. requantize: an option already says that weights are to be rounded."""
-    quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) == 2]
+    quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) >= 2]
     linear = [t for t in quantized if "layers." in t.name]
     if not quantized or requantize:
         return "w4a16"
@@ -347,7 +347,7 @@ class _Conversion:
             if found.coding is not None and choice.keeps:
                 coding = found.coding
                 self._coded.add(name)
-            elif found.is_quantized and len(t.shape) == 2:
+            elif found.is_quantized and len(t.shape) >= 2:
                 again.setdefault(f"{found.stored_as} as {coding}", []).append(name)
             out.append(TensorPlan(name, t.shape, coding, found.stored_as))
         for change, names in again.items():
@@ -486,8 +486,7 @@ class _Conversion:
     def _write_coded(self, writer: Writer, name: str, scheme: QuantScheme, progress: Progress) -> None:
         """Codes and scales as the source has them."""
         rest: dict[str, list[Array]] = {"scales": [], "zero_points": []}
-        for rows in self._row_blocks(name):
-            coded = self._source.read_coded(name, rows)
+        for rows, coded in self._coded_blocks(name):
             if not np.isfinite(coded.scales).all():
                 row, group = np.argwhere(~np.isfinite(coded.scales))[0].tolist()
                 raise self._fail(f"{name}: the scale of group {group} of row {rows.start + row} is NaN or infinite")
@@ -499,6 +498,15 @@ class _Conversion:
         for kind, blocks in rest.items():
             if blocks:
                 writer.write(name, kind, np.concatenate(blocks, axis=1))
+
+    def _coded_blocks(self, name: str) -> Iterator[tuple[slice, CodedRows]]:
+        """Rows of a matrix, or the whole of each matrix of a stack, as the source has them coded."""
+        shape = self._source.tensors[name].shape
+        if len(shape) == 2:
+            yield from ((rows, self._source.read_coded(name, rows)) for rows in self._row_blocks(name))
+            return
+        for i in range(shape[0]):
+            yield slice(0, shape[1]), self._source.read_coded(name, slice(i, i + 1)).matrix(0)
 
     def _blocks(self, name: str) -> Iterator[tuple[slice, Array]]:
         """Rows of a matrix, or of each matrix of a stack, with their values."""

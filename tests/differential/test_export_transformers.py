@@ -9,6 +9,7 @@ import pytest
 from exports import converted
 
 import w4conv
+from w4conv.errors import InputError
 from w4conv.export import export
 
 torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
@@ -47,3 +48,39 @@ def test_compressed_tensors(tmp_path: Path, group_size: int | str, scheme: str) 
     report = export(path, tmp_path / "out", to="compressed-tensors", dtype="f32")
     assert report.exact
     assert np.abs(logits(tmp_path / "out") - reference(path, tmp_path)).max() < 1e-3
+
+
+@pytest.mark.filterwarnings("default")  # of the package's own
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Gemma2", {"head_dim": 32}),
+        ("Phi3", {"pad_token_id": 0}),
+        ("Qwen3Moe", {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    ],
+)
+def test_further_families(tmp_path: Path, name: str, settings: dict[str, int]) -> None:
+    """A family of norms and caps of its own, one of fused matrices, one of experts."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is the consumer; install the oracle group")
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, max_position_embeddings=256, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "in")
+    path = tmp_path / "m.w4"
+    w4conv.quantize(tmp_path / "in", path, group_size=32)
+    assert export(path, tmp_path / "out", to="compressed-tensors", dtype="f32").exact
+    assert w4conv.verify(tmp_path / "out", against=path).ok
+    assert np.abs(logits(tmp_path / "out") - reference(path, tmp_path)).max() < 1e-3
+
+
+def test_stacks_of_experts_are_refused(tmp_path: Path) -> None:
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=300, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "in")
+    w4conv.quantize(tmp_path / "in", tmp_path / "m.w4", group_size=32)
+    with pytest.raises(InputError, match="gate_up_proj holds the matrices of all experts in one tensor"):
+        export(tmp_path / "m.w4", tmp_path / "out", to="safetensors")

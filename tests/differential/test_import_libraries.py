@@ -107,40 +107,53 @@ def test_compressed_tensors(tmp_path: Path, symmetric: bool, bits: int, group_si
 
 @pytest.mark.filterwarnings("default")  # of the package's own
 def test_mxfp4(tmp_path: Path) -> None:
-    """The experts of gpt-oss: transformers gives (experts, in, out), gate and up in turn; we one matrix an expert."""
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="transformers is the oracle here")
+    """A tiny gpt-oss whose experts are in MXFP4: transformers dequantizes them to (experts, in, out), we keep rows."""
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=300, num_local_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config).float()
     rng = np.random.default_rng(4)
-    experts = "model.layers.0.mlp.experts"
     raw: dict[str, tuple[str, np.ndarray]] = {}
     expected = {}
-    for part, n_out, n_in in (("gate_up_proj", 12, 64), ("down_proj", 64, 96)):
-        blocks = rng.integers(0, 256, (3, n_out, n_in // 32, 16), np.uint8)
-        scales = rng.integers(100 if part == "down_proj" else 110, 140, blocks.shape[:3], np.uint8)
+    for name, parameter in model.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            raw[name] = "F32", parameter.numpy()
+            continue
+        n_experts, n_in, n_out = parameter.shape
+        blocks = rng.integers(0, 256, (n_experts, n_out, n_in // 32, 16), np.uint8)
+        scales = rng.integers(118, 122, blocks.shape[:3], np.uint8)
+        scales[:, ::5] = 100
         blocks[scales < 104] &= 0x88  # zeros of either sign, under a scale that is no FP16 number
-        bias = rng.standard_normal((3, n_out)).astype(np.float32)
-        raw[f"{experts}.{part}_blocks"], raw[f"{experts}.{part}_scales"] = ("U8", blocks), ("U8", scales)
-        raw[f"{experts}.{part}_bias"] = "F32", bias
-        whole = mxfp4.convert_moe_packed_tensors(
-            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
-        )
-        rows = whole.numpy().transpose(0, 2, 1)  # (experts, out, in)
-        for i in range(3):
-            for name, places in (
-                (("gate_proj", 0), ("up_proj", 1)) if part == "gate_up_proj" else (("down_proj", None),)
-            ):
-                taken = slice(None) if places is None else slice(places, None, 2)
-                expected[f"{experts}.{i}.{name}.weight"] = rows[i, taken]
-                expected[f"{experts}.{i}.{name}.bias"] = bias[i, taken]
-    with open_source(write(tmp_path / "m", {"quant_method": "mxfp4"}, raw)) as source:
+        raw[f"{name}_blocks"], raw[f"{name}_scales"] = ("U8", blocks), ("U8", scales)
+        whole = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
+        parameter.copy_(whole)
+        expected[name] = whole.numpy().transpose(0, 2, 1)
+    directory = tmp_path / "m"
+    directory.mkdir()
+    document = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "torch_dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(document | {"quantization_config": {"quant_method": "mxfp4"}}))
+    write_safetensors(directory / "model.safetensors", raw)
+    with open_source(directory) as source:
         assert source.kind == "mxfp4"
-        assert source.tensors.keys() == expected.keys()
         for name, value in expected.items():
-            assert same(source.read(name), value), name
-            if value.ndim == 1:
-                continue
             assert str(source.tensors[name].coding) == "int8/g32"
-            assert same(source.read(name, slice(1, 4)), value[1:4])
-            rows = source.read_coded(name, slice(1, 5))
-            assert rows.scales.dtype == np.float16
-            spread = np.repeat(rows.scales.astype(np.float32), 32, axis=1)
-            assert same(rows.codes.astype(np.float32) * spread, value[1:5])
+            assert same(source.read(name), value), name
+            assert same(source.read(name, slice(1, 2)), value[1:2])
+    w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep")
+    kept = values(tmp_path / "m.w4")
+    assert len(expected) == 4
+    assert all(same(kept[name], value) for name, value in expected.items())
+    assert {str(schemes(tmp_path / "m.w4")[name]) for name in expected} == {"int8/g32"}
+    report = w4conv.verify(tmp_path / "m.w4", against=directory)
+    assert report.ok
+    assert report.round_trip is not None
+    assert report.round_trip.overall.sqnr_db is None
+    ids = rng.integers(0, 300, 12).tolist()
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    with w4conv.Model(tmp_path / "m.w4", kv="f32") as engine:
+        assert np.abs(engine.logits(ids) - theirs).max() < 1e-3 * np.abs(theirs).max()

@@ -395,26 +395,26 @@ def test_bitsandbytes(tmp_path: Path, kind: str, nested: bool, block: int) -> No
 EXPERTS = "model.layers.0.mlp.experts"
 
 
-def mxfp4(*, blocks: tuple[int, ...] = (2, 4, 2, 16), scale: int = 127, part: str = "gate_up_proj") -> Raw:
+def mxfp4(*, blocks: tuple[int, ...] = (2, 4, 2, 16), scale: int = 127) -> Raw:
     return {
-        f"{EXPERTS}.{part}_blocks": ("U8", np.arange(np.prod(blocks), dtype=np.uint8).reshape(blocks)),
-        f"{EXPERTS}.{part}_scales": ("U8", np.full(blocks[:3], scale, np.uint8)),
+        f"{EXPERTS}.down_proj_blocks": ("U8", np.arange(np.prod(blocks), dtype=np.uint8).reshape(blocks)),
+        f"{EXPERTS}.down_proj_scales": ("U8", np.full(blocks[:3], scale, np.uint8)),
     }
 
 
 def test_mxfp4_by_hand(tmp_path: Path) -> None:
-    """Expert 1, row 3: the second row of `up`; bytes 0xE0.. hold the codes 0, 14, 1, 14, 2, 14, ..."""
+    """Expert 1, row 3: bytes 0xE0, 0xE1, .. hold the codes 0, 14, 1, 14, 2, 14, ..."""
 
     def change(raw: Raw) -> None:
         raw.clear()
         raw.update(mxfp4(scale=128))
 
     directory = write(tmp_path / "m", {"quant_method": "mxfp4"}, lambda *_: {}, change=change)
-    found = values_of(directory)[f"{EXPERTS}.1.up_proj.weight"]
-    assert found.shape == (2, 64)
+    found = values_of(directory)[f"{EXPERTS}.down_proj"]
+    assert found.shape == (2, 4, 64)
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     expected = [2 * value for code in range(8) for value in (e2m1[code], -4)]
-    assert found[1, :16].tolist() == expected
+    assert found[1, 3, :16].tolist() == expected
     report = inspect(directory)
     assert {t.scheme for t in report.tensors} == {"mxfp4"}
     assert sum(t.nbytes or 0 for t in report.tensors) == 2 * 4 * 2 * 17
@@ -424,10 +424,8 @@ def test_mxfp4_by_hand(tmp_path: Path) -> None:
     ("raw", "message"),
     [
         (mxfp4(scale=253), "an exponent above 252"),
-        (mxfp4(part="router"), "no such part of an expert"),
-        (mxfp4(blocks=(2, 3, 2, 16)), "3 rows are no pairs"),
         (mxfp4(blocks=(2, 4, 2, 8)), r"expected \(experts, out, groups, 16\)"),
-        ({n: a for n, a in mxfp4().items() if "_scales" not in n}, "gate_up_proj_scales is missing"),
+        ({n: a for n, a in mxfp4().items() if "_scales" not in n}, "down_proj_scales is missing"),
     ],
 )
 def test_faults_of_mxfp4(tmp_path: Path, raw: Raw, message: str) -> None:

@@ -55,6 +55,11 @@ class ExportModel:
             if info is None or info.shape != tensor.shape:
                 found = "is missing" if info is None else f"has shape {info.shape}"
                 raise InputError(f"{container.path}: {tensor.name} {found}; config.json asks for {tensor.shape}")
+            if len(info.shape) > 2:
+                raise InputError(
+                    f"{container.path}: {tensor.name} holds the matrices of all experts in one tensor, for which no export "
+                    f"is written yet. {self.spec.architecture} cannot be exported"
+                )
             self.tensors.append((tensor, info))
         if unknown := container.tensors.keys() - {tensor.name for tensor, _ in self.tensors}:
             raise InputError(f"{container.path}: {min(unknown)} is no tensor of {self.spec.architecture}")

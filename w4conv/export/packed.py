@@ -95,9 +95,9 @@ def export_all(
 
 
 def dense_linears(model: ExportModel, coded: Sequence[Coded]) -> list[str]:
-    """Modules of linear layers that do not stay coded."""
+    """Modules of linear layers, and of routers to experts, that do not stay coded."""
     names = {c.module for c in coded}
-    return [module_of(t) for t, _ in model.tensors if t.role == "linear" and module_of(t) not in names]
+    return [module_of(t) for t, _ in model.tensors if t.role in ("linear", "router") and module_of(t) not in names]
 
 
 def words(codes: npt.NDArray[np.uint8], bits: int) -> Words:

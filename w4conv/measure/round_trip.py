@@ -225,8 +225,14 @@ def _blocks(container: Container, info: TensorInfo, source: Source) -> Iterator[
                 kind: raw.reshape(n_matrices * n_tiles, -1)[matrix * n_tiles + tile : matrix * n_tiles + last].ravel()
                 for kind, raw in parts.items()
             }
-            coded = source.read_coded(info.name, rows) if coding == info.scheme else None
+            coded = _read_coded(source, info, matrix, rows) if coding == info.scheme else None
             yield _Block(info, dtype, _read_rows(source, info, matrix, rows), taken, coded)
+
+
+def _read_coded(source: Source, info: TensorInfo, matrix: int, rows: slice) -> CodedRows:
+    if len(info.shape) == 2:
+        return source.read_coded(info.name, rows)
+    return source.read_coded(info.name, slice(matrix, matrix + 1)).matrix(0, rows)
 
 
 def _read_rows(source: Source, info: TensorInfo, matrix: int, rows: slice) -> Array:

@@ -19,7 +19,7 @@ PLAIN: Final = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """Rows of a matrix in its `coding`.
+    """Rows of a matrix in its `coding`; of a stack, matrices, with one axis more.
 
     codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16 or float32.
     zero_points: (n_rows, n_groups) uint8 for int4z, else None.
@@ -28,6 +28,11 @@ class CodedRows:
     codes: npt.NDArray[np.generic]
     scales: npt.NDArray[np.generic]
     zero_points: npt.NDArray[np.uint8] | None
+
+    def matrix(self, i: int, rows: slice = slice(None)) -> CodedRows:
+        """Some rows of one matrix of a stack."""
+        zeros = self.zero_points
+        return CodedRows(self.codes[i, rows], self.scales[i, rows], None if zeros is None else zeros[i, rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,8 @@ class Source(ABC):
         """
 
     def read_coded(self, name: str, rows: slice) -> CodedRows:
-        """Some rows of a matrix whose `coding` is not None, as codes and scales that mean just what `read` gives."""
+        """Some rows of a matrix, or matrices of a stack, whose `coding` is not None, as codes and scales that mean just
+        what `read` gives."""
         raise NotImplementedError(f"{self.kind}: {name} has no coding")
 
     @abstractmethod

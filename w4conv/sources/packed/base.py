@@ -31,7 +31,7 @@ FLOATS: Final = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix in the coding of its format, or a vector cut out of a larger tensor.
+    """A matrix in the coding of its format, or a stack of matrices, of which `coded` and `values` take whole ones.
 
     stored_as: letters, digits and "_". coding: the scheme of the container that holds it exactly, with `coded` for its
     rows; both None where there is none. values: rows in float32.
@@ -195,6 +195,30 @@ def packed_tensor(
         )
 
     return PackedTensor(shape, stored_as, coding, coded, plain)
+
+
+def stacked(tensor: PackedTensor, n: int) -> PackedTensor:
+    """A matrix as a stack of `n`, cut between rows."""
+    n_rows, n_columns = tensor.shape[0] // n, tensor.shape[1]
+
+    def rows_of(matrices: slice) -> slice:
+        return slice(matrices.start * n_rows, matrices.stop * n_rows)
+
+    def values(matrices: slice) -> F32Array:
+        return tensor.values(rows_of(matrices)).reshape(-1, n_rows, n_columns)
+
+    def coded(matrices: slice) -> CodedRows:
+        assert tensor.coded is not None
+        found = tensor.coded(rows_of(matrices))
+        zeros = found.zero_points
+        return CodedRows(
+            found.codes.reshape(-1, n_rows, n_columns),
+            found.scales.reshape(-1, n_rows, found.scales.shape[1]),
+            None if zeros is None else zeros.reshape(-1, n_rows, zeros.shape[1]),
+        )
+
+    shape = (n, n_rows, n_columns)
+    return PackedTensor(shape, tensor.stored_as, tensor.coding, tensor.coded and coded, values, tensor.nbytes)
 
 
 def whole_zero_points(scales: F32Array, offsets: F32Array, bits: int) -> npt.NDArray[np.uint8] | None:

@@ -6,8 +6,7 @@ X_scales  U8 (experts, out, groups)       exponent, biased by 127
 value = E2M1[code] * 2^(scale - 127)
 
 Every E2M1 number is half of a whole number up to 12, so int8 with a power of two as scale holds the values exactly; no
-4-bit scheme of the container does. An expert becomes matrices of its own, named as other mixtures name theirs; rows of
-`gate_up_proj` are gate and up in turn, and so are the values of its bias.
+4-bit scheme of the container does. X is a stack of matrices, one an expert, rows and columns as they are stored.
 """
 
 from __future__ import annotations
@@ -19,51 +18,33 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, packed_tensor
+from w4conv.sources.packed.base import F32Array, PackedTensor, RawTensors, packed_tensor, stacked
 
 GROUP: Final = 32
 DOUBLED: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # 2 * E2M1
 BIAS: Final = 128  # of the exponent, with the codes doubled
 MIN_HALF_EXPONENT: Final = 104  # below it the scale is no FP16 number
 MAX_EXPONENT: Final = 252  # above it the largest code is no float32
-# name in the file -> (name of the matrix, its first row, step to the next)
-PARTS: Final[Mapping[str, tuple[tuple[str, int, int], ...]]] = {
-    "gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)),
-    "down_proj": (("down_proj", 0, 1),),
-}
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
     del settings  # it names what is left alone, which the tensors show
-    out: dict[str, PackedTensor] = {}
-    for module in sorted(raw.modules("_blocks")):
-        experts, _, part = module.rpartition(".")
-        if part not in PARTS:
-            raise raw.error(f"{module}_blocks: no such part of an expert is known; known are {', '.join(PARTS)}")
-        shape = raw.use(f"{module}_blocks", ("U8",))
-        if len(shape) != 4 or 0 in shape or 2 * shape[3] != GROUP:
-            raise raw.error(f"{module}_blocks has shape {shape}, expected (experts, out, groups, {GROUP // 2})")
-        raw.use(f"{module}_scales", ("U8",), shape[:3])
-        if (raw.read(f"{module}_scales").astype(np.uint8) > MAX_EXPONENT).any():
-            raise raw.error(f"{module}_scales holds an exponent above {MAX_EXPONENT}: NaN, or beyond float32")
-        bias = f"{module}_bias" if f"{module}_bias" in raw else None
-        if bias:
-            raw.use(bias, FLOATS, shape[:2])
-        for name, first, step in PARTS[part]:
-            if shape[1] % step:
-                raise raw.error(f"{module}_blocks: {shape[1]} rows are no pairs of gate and up")
-            for expert in range(shape[0]):
-                out[f"{experts}.{expert}.{name}.weight"] = _tensor(module, raw, expert, np.s_[first::step])
-                if bias:
-                    out[f"{experts}.{expert}.{name}.bias"] = _bias(bias, raw, expert, np.s_[first::step])
-    return out
+    return {module: _tensor(module, raw) for module in raw.modules("_blocks")}
 
 
-def _tensor(module: str, raw: RawTensors, expert: int, places: slice) -> PackedTensor:
-    """The rows `places` of one expert."""
+def _tensor(module: str, raw: RawTensors) -> PackedTensor:
+    shape = raw.use(f"{module}_blocks", ("U8",))
+    if len(shape) != 4 or 0 in shape or 2 * shape[3] != GROUP:
+        raise raw.error(f"{module}_blocks has shape {shape}, expected (experts, out, groups, {GROUP // 2})")
+    raw.use(f"{module}_scales", ("U8",), shape[:3])
+    if (raw.read(f"{module}_scales").astype(np.uint8) > MAX_EXPONENT).any():
+        raise raw.error(f"{module}_scales holds an exponent above {MAX_EXPONENT}: NaN, or beyond float32")
+    n_experts, n_out, n_groups, _ = shape
 
     def part(kind: str, rows: slice) -> npt.NDArray[np.uint8]:
-        return np.ascontiguousarray(raw.read(f"{module}_{kind}")[expert, places][rows], np.uint8)
+        """Rows of all experts, one behind the other."""
+        whole = raw.read(f"{module}_{kind}")
+        return np.ascontiguousarray(whole.reshape(n_experts * n_out, *whole.shape[2:])[rows], np.uint8)
 
     def levels(rows: slice) -> npt.NDArray[np.int8]:
         return DOUBLED[_nibbles(part("blocks", rows))]
@@ -72,26 +53,15 @@ def _tensor(module: str, raw: RawTensors, expert: int, places: slice) -> PackedT
         exponents = part("scales", rows)
         return scale_of(exponents, levels(rows) if (exponents < MIN_HALF_EXPONENT).any() else None)
 
-    n_rows, n_groups = raw.read(f"{module}_scales")[expert, places].shape
     tensor = packed_tensor(
-        shape=(n_rows, n_groups * GROUP),
+        shape=(n_experts * n_out, n_groups * GROUP),
         stored_as="mxfp4",
         kind="int8",
         group_size=GROUP,
         scales=scales,
         levels=levels,
     )
-    return replace(tensor, nbytes=n_rows * n_groups * (GROUP // 2 + 1))
-
-
-def _bias(name: str, raw: RawTensors, expert: int, places: slice) -> PackedTensor:
-    """Plain values, taken out of those of all experts."""
-
-    def values(rows: slice) -> F32Array:
-        return np.ascontiguousarray(raw.floats(name)[expert, places][rows])
-
-    n_values = len(raw.read(name)[expert, places])
-    return PackedTensor((n_values,), raw.entry(name).dtype, None, None, values)
+    return replace(stacked(tensor, n_experts), nbytes=n_experts * n_out * n_groups * (GROUP // 2 + 1))
 
 
 def scale_of(exponents: npt.NDArray[np.uint8], levels: npt.NDArray[np.int8] | None) -> F32Array:
