@@ -247,7 +247,10 @@ class _Conversion:
                 "what is written cannot be run"
             )
         else:
-            self._model = parse_config(config)
+            try:
+                self._model = parse_config(config)
+            except InputError as error:
+                raise self._fail(f"{error}. With --architecture generic it is converted, but cannot be run") from None
             self._check_vocabulary(self._model)
         self._choices = recipe.choices(self._model)
         self._methods = self._calibrated(method, with_text=calibration is not None)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import EOS, make_llama_dir, tiny_tokenizer, write_safetensors
+from helpers import EOS, data_dir, make_llama_dir, tiny_tokenizer, write_safetensors
 from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer
 
 import w4conv
 from w4conv.convert import ConversionReport, quantize
 from w4conv.errors import InputError, UsageError
+from w4conv.models import parse_config
 from w4conv.runtime.tokenizer import Tokenizer as OurTokenizer
 
 
@@ -23,6 +24,15 @@ def edit_config(directory: Path, *, drop: tuple[str, ...] = (), **keys: Any) -> 
     path = directory / "config.json"
     config = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
     path.write_text(json.dumps(config | keys))
+
+
+def load(directory: Path) -> dict[str, np.ndarray]:
+    with safe_open(directory / "model.safetensors", "numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+
+
+def save(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_safetensors(directory / "model.safetensors", {name: ("F32", value) for name, value in tensors.items()})
 
 
 def kept(directory: Path) -> ConversionReport:
@@ -49,12 +59,11 @@ def test_a_tied_head_with_a_stored_copy(tmp_path: Path) -> None:
     directory = make_llama_dir(tmp_path / "m", dtype="F32", tied=True)
     kept(directory)
     expected = logits(directory)
-    with safe_open(directory / "model.safetensors", "numpy") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    tensors = load(directory)
     embedding = tensors["model.embed_tokens.weight"]
     for head, words in ((embedding, "equals"), (embedding + 1, "differs from .* tie_word_embeddings .* wins")):
         stored = tensors | {"lm_head.weight": head}
-        write_safetensors(directory / "model.safetensors", {n: ("F32", v) for n, v in stored.items()})
+        save(directory, stored)
         report = kept(directory)
         assert any(re.search(f"lm_head.weight {words}", note) for note in report.notes)
         with w4conv.open(directory.with_suffix(".w4")) as container:
@@ -99,6 +108,41 @@ def test_a_sliding_window_longer_than_the_context(tmp_path: Path) -> None:
     for directory in (plain, windowed):
         kept(directory)
     np.testing.assert_array_equal(logits(plain), logits(windowed))
+
+
+@pytest.mark.parametrize("model", ["Phi-4-mini-instruct", "Mistral-7B-v0.1", "Qwen2.5-7B"])
+def test_windows_of_real_models(model: str) -> None:
+    """Phi-4-mini's is longer than its context, Mistral's shorter, Qwen2.5's switched off."""
+    config = json.loads(data_dir("configs", model, "config.json").read_text())
+    window = {"Phi-4-mini-instruct": 262144, "Mistral-7B-v0.1": 4096, "Qwen2.5-7B": 0}[model]
+    spec = parse_config(config)
+    assert {spec.window(layer) for layer in range(spec.n_layers)} == {window}
+
+
+def test_one_is_added_to_the_norms_of_gemma_once(tmp_path: Path) -> None:
+    """Norms of zeros there are norms of ones elsewhere; the container holds what the checkpoint does."""
+    config = {
+        "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64,
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 1e3,
+    }  # fmt: skip
+    directory = make_llama_dir(tmp_path / "m", architecture="Gemma2ForCausalLM", dtype="F32", tied=True, config=config)
+    tensors = {name: value for name, value in load(directory).items() if "norm" not in name}
+    places = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    names = [f"model.layers.{i}.{place}.weight" for i in range(2) for place in places] + ["model.norm.weight"]
+    found = {}
+    for value in (0.0, 1.0):
+        norms = {name: np.full(64, value, np.float32) for name in names}
+        save(directory, tensors | norms)
+        kept(directory)
+        with w4conv.open(directory.with_suffix(".w4")) as container:
+            np.testing.assert_array_equal(container.dequantize("model.norm.weight"), norms["model.norm.weight"])
+        found[value] = logits(directory)
+    # The last norm doubles what becomes logits; the others double the branches, so that nothing else is that simple.
+    last = {name: np.full(64, float(name == "model.norm.weight"), np.float32) for name in names}
+    save(directory, tensors | last)
+    kept(directory)
+    np.testing.assert_allclose(logits(directory), 2 * found[0.0], rtol=1e-3, atol=1e-3)
+    assert not np.allclose(found[1.0], 2 * found[0.0], atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", [None, {"dtype": "float32"}, {"torch_dtype": "bfloat16"}])
@@ -148,8 +192,7 @@ def test_added_tokens_beyond_the_model(tmp_path: Path) -> None:
     tokenizer: Tokenizer = tiny_tokenizer(300)
     n = tokenizer.get_vocab_size()
     edit_config(directory, vocab_size=n)
-    with safe_open(directory / "model.safetensors", "numpy") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    tensors = load(directory)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:n]
     write_safetensors(directory / "model.safetensors", {name: ("F16", v) for name, v in tensors.items()})
