@@ -12,6 +12,7 @@ UTF-8 sequences, and decoders strip the space at the start of what they take for
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -120,11 +121,11 @@ class Tokenizer:
                 token_id = self._tokenizer.token_to_id(_token_text(value) or "")
                 if token_id is not None and _token_text(value) not in named:
                     found.setdefault(token_id, _added_token(value, special=True))
-        for token_id, token in sorted(found.items()):
-            if _flags(token) == _flags(known.get(token_id)):
-                continue
-            with _package_errors("cannot be used"):
-                (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([token])
+        changed = {i: token for i, token in sorted(found.items()) if _flags(token) != _flags(known.get(i))}
+        with _package_errors("cannot be used"):
+            for special, tokens in itertools.groupby(changed.values(), key=lambda token: token.special):
+                (self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens)(list(tokens))
+        for token_id, token in changed.items():
             got = self._tokenizer.token_to_id(token.content)
             if got != token_id:
                 raise InputError(
