@@ -366,6 +366,17 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
   m.model.forward(session, tokens.data(), n, n_out == n, logits.data());
 }
 
+void restart_stopwatch(BoundModel& m) {
+  const std::lock_guard<std::mutex> turn(m.turn);
+  m.model.stopwatch.restart();
+}
+
+std::tuple<double, double, double, double> part_seconds(BoundModel& m) {
+  const std::lock_guard<std::mutex> turn(m.turn);
+  const auto& s = m.model.stopwatch.seconds();
+  return {s[0], s[1], s[2], s[3]};
+}
+
 // Null for an array without rows.
 float* capture_rows(const MutableFloatRows& rows, int64_t n, int64_t width) {
   if (rows.shape(0) == 0) return nullptr;
@@ -548,6 +559,8 @@ NB_MODULE(_native, m) {
       .def(
           "session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
           "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
+      .def("restart_stopwatch", &restart_stopwatch)
+      .def("part_seconds", &part_seconds)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
       .def("finish", &finish, "x"_a, "logits"_a)
       .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a);

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import make_llama_dir
 
 from w4conv import kernels
+from w4conv.convert import quantize
 from w4conv.kernels import AllowedCpus
 from w4conv.measure.counters import Counters, MemoryEvent, memory_events
+from w4conv.runtime.engine import Model
 
 
 @pytest.mark.parametrize("tier", kernels.isa_tiers())
@@ -93,3 +96,21 @@ def test_an_idle_pool_burns_nothing() -> None:
     used = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - used < 0.25, "a spinning worker would have used 0.5 s of CPU time"
+
+
+def test_parts_add_up_to_the_forward_pass(tmp_path: Path) -> None:
+    quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", group_size=32)
+    with Model(tmp_path / "m.w4", threads=1) as model:
+        session = model.session()
+        session.append(list(range(40)))
+        assert not any(model.part_seconds().values()), "nobody asked"
+        model.restart_stopwatch()
+        start = time.perf_counter()
+        session.append(list(range(100)))
+        outside = time.perf_counter() - start
+        parts = model.part_seconds()
+        assert list(parts) == ["products", "attention", "head", "rest"]
+        assert all(seconds > 0 for seconds in parts.values())
+        assert sum(parts.values()) <= outside
+        model.restart_stopwatch()
+        assert not any(model.part_seconds().values())

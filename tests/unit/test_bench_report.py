@@ -65,13 +65,21 @@ def test_the_page_is_whole_and_fetches_nothing(report: BenchReport) -> None:
 
 def test_every_row_is_in_every_picture(report: BenchReport) -> None:
     pictures = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", as_html(report), re.DOTALL)]
-    assert len(pictures) == 2
-    for picture in pictures:
+    assert len(pictures) == 4
+    for picture in pictures[:2]:
         texts = [t.text for t in picture.iter(f"{SVG}text")]
         assert NAME in texts
         assert "two" in texts
         titles = [t.text or "" for t in picture.iter(f"{SVG}title")]
         assert sum(title.startswith(NAME) for title in titles) == sum(title.startswith("two") for title in titles) >= 2
+
+
+def test_bars_are_as_long_as_their_parts(report: BenchReport) -> None:
+    picture = ET.fromstring(re.findall(r"<svg.*?</svg>", as_html(report), re.DOTALL)[3])
+    bars = [float(str(r.get("width"))) for r in picture.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    parts = [ms for row in report.rows for ms in row.decode.parts.values()]
+    longest = max(sum(row.decode.parts.values()) for row in report.rows)
+    assert bars == pytest.approx([ms / longest * 510 for ms in parts], abs=0.06)
 
 
 def test_points_lie_where_the_figures_say(report: BenchReport) -> None:

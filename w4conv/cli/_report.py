@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from w4conv.cli import _output
-from w4conv.cli._svg import COLOURS, DARK_COLOURS, STYLE, Axis, Chart, colour, colours
+from w4conv.cli._svg import COLOURS, DARK_COLOURS, STYLE, Axis, Chart, colour, colours, stacked_bars
 from w4conv.cli.bench import cells, columns, facts, labels
 
 if TYPE_CHECKING:
@@ -55,6 +55,12 @@ def as_html(report: BenchReport) -> str:
             "Decode over the length of the context",
             "Each token also reads the keys and values of all before it. Medians of a few tokens behind each length.",
             _context_chart(report, names),
+        ),
+        _section(
+            "Where the time goes",
+            "Each token of the prompt, and each one decoded, by part of the forward pass: products with the weights of "
+            "the layers, attention over keys and values, the head, and the rest (norms, rotations, inputs made ready).",
+            _parts_chart(report, names),
         ),
         _counters(report, names),
         _section("Environment", "", _environment(report)),
@@ -132,6 +138,19 @@ def _context_chart(report: BenchReport, names: Sequence[str]) -> str:
                 p.n_tokens, p.ms_per_token, colour(i), title=title, low=p.ms_per_token, high=p.ms_per_token
             )  # fmt: skip
     return chart.svg("Decode over the length of the context")
+
+
+def _parts_chart(report: BenchReport, names: Sequence[str]) -> str:
+    parts = list(report.rows[0].decode.parts)
+    legend = [(colour(i), part) for i, part in enumerate(parts)]
+    out = ""
+    for what, shares in (
+        ("prefill", [row.prefill.parts for row in report.rows]),
+        ("decode", [row.decode.parts for row in report.rows]),
+    ):
+        bars = [(f"{name}, {what}", [s[part] for part in parts]) for name, s in zip(names, shares, strict=True)]
+        out += stacked_bars(f"Time of each token by part, {what}", bars, legend, unit="ms")
+    return out
 
 
 def _counters(report: BenchReport, names: Sequence[str]) -> str:

@@ -140,7 +140,7 @@ def stacked_bars(
         for (css, part), value in zip(parts, values, strict=True):
             width = (WIDTH - 90) * value / longest
             out.append(
-                f'<rect class="{css}" stroke="none" style="stroke: none" x="{x:.1f}" y="{y + 18}" width="{width:.1f}" '
+                f'<rect class="{css}" style="stroke: none" x="{x:.1f}" y="{y + 18}" width="{width:.1f}" '
                 f'height="{bar}"><title>{escape(part)}: {value:.3g} {unit}</title></rect>'
             )
             x += width

@@ -47,7 +47,8 @@ class Prefill:
     """A prompt of n_tokens at once; seconds until its logits, which is the latency of the first token.
 
     gmacs: 1e9 multiplications a second in products with weights. peak_share: that as a share of the peak of the same
-    round. macs_per_byte: multiplications for each byte of weights read. counters: see Counters, for each token.
+    round. macs_per_byte: multiplications for each byte of weights read. parts: ms of each token by part of the forward
+    pass (Model.part_seconds), from a run of its own. counters: see Counters, for each token.
     """
 
     n_tokens: int
@@ -56,6 +57,7 @@ class Prefill:
     gmacs: Rate
     peak_share: Rate
     macs_per_byte: float
+    parts: Mapping[str, float]
     counters: Mapping[str, float]
 
 
@@ -64,7 +66,8 @@ class Decode:
     """n_tokens one by one behind the prompt.
 
     weight_nbytes: bytes of weights that one token reads. read_gbs: these bytes a second, in GB. read_share: that as a
-    share of the plain read of the same mapping just before and after. gmacs, macs_per_byte, counters: as in Prefill.
+    share of the plain read of the same mapping just before and after. gmacs, macs_per_byte, parts, counters: as
+    in Prefill.
     """
 
     n_tokens: int
@@ -75,6 +78,7 @@ class Decode:
     read_share: Rate
     gmacs: Rate
     macs_per_byte: float
+    parts: Mapping[str, float]
     counters: Mapping[str, float]
 
 
@@ -185,6 +189,8 @@ def bench(
                 if turn > 0:
                     run.rounds.append(figures)
                 progress.advance(1, run.name)
+        for run in runs:
+            run.measure_parts()
         curves = _curves([run.model for run in runs], context, progress)
         nlls = [_nlls(run, progress) for run in runs]
         rows = []
@@ -230,6 +236,8 @@ class _Run:
     ) -> None:
         self.name, self.model, self.cut = name, model, cut
         self.rounds: list[_Round] = []
+        self._prefill_parts: dict[str, float] = {}
+        self._decode_parts: dict[str, float] = {}
         self._counters = counters
         tokens = np.random.default_rng(0).integers(0, model.spec.vocab_size, n_prompt + n_tokens)
         self._prompt, self._answer = tokens[:n_prompt], tokens[n_prompt:]
@@ -263,6 +271,16 @@ class _Run:
             decode_counts=difference(counts[3], counts[2]),
         )
 
+    def measure_parts(self) -> None:
+        model, session = self.model, self.model.session()
+        model.restart_stopwatch()
+        session.append(self._prompt)
+        self._prefill_parts = model.part_seconds()
+        model.restart_stopwatch()
+        for token in self._answer:
+            session.append([token])
+        self._decode_parts = model.part_seconds()
+
     def row(self, context: tuple[ContextPoint, ...], perplexity: RowPerplexity | None) -> Row:
         model, rounds = self.model, self.rounds
         tensors = model.container.tensors.values()
@@ -290,6 +308,7 @@ class _Run:
             gmacs=Rate.of(gmacs),
             peak_share=Rate.of([g / r.peak_gmacs for g, r in zip(gmacs, self.rounds, strict=True)]),
             macs_per_byte=macs / (passes * self.model.bytes_per_token),
+            parts={part: s / n * 1e3 for part, s in self._prefill_parts.items()},
             counters=_per_token([r.prefill_counts for r in self.rounds], n),
         )
 
@@ -307,6 +326,7 @@ class _Run:
             read_share=Rate.of([g / r.ceiling_gbs for g, r in zip(gbs, self.rounds, strict=True)]),
             gmacs=Rate.of([macs / s / 1e9 for s in seconds]),
             macs_per_byte=macs / nbytes,
+            parts={part: s / n * 1e3 for part, s in self._decode_parts.items()},
             counters=_per_token([r.decode_counts for r in self.rounds], n),
         )
 

@@ -161,6 +161,16 @@ class Model:
             total += nbytes
         return total
 
+    def restart_stopwatch(self) -> None:
+        """From now on count where the time of forward passes goes, from zero."""
+        self._native.restart_stopwatch()
+
+    def part_seconds(self) -> dict[str, float]:
+        """Seconds by part since `restart_stopwatch`: "products" with the layers' weights, "attention" over keys and
+        values, the "head", and the "rest": norms, rotations, making inputs ready."""
+        rest, products, attention, head = self._native.part_seconds()
+        return {"products": products, "attention": attention, "head": head, "rest": rest}
+
     def session(self) -> Session:
         """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
         return Session(self._native, self._native.session(self.ctx, self.kv == "f32"), self.spec)

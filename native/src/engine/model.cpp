@@ -61,7 +61,8 @@ void Model::embed(int32_t token, float* out) const {
   scale(out, config_.embedding_scale, embedding.weight.n_columns);
 }
 
-void Model::multiply(const std::vector<Product>& products) {
+void Model::multiply(const std::vector<Product>& products, Part part) {
+  const Stopwatch::Lap lap(stopwatch, part);
   int64_t n_tiles = 0;
   for (const Product& p : products) n_tiles += p.linear->weight.n_tiles();
   // Several chunks a thread even out a busy core; whole fours of tiles suit the kernels.
@@ -175,13 +176,16 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
   // 2. each query head over the keys of its KV head
   const Rows attended = rows(attended_, n, q_width);
   const int64_t scratch_size = attention_scratch(n_group, head_dim);
-  pool_.run(n * n_kv_heads, [&](int64_t task, int thread) {
-    const int64_t m = task / n_kv_heads, head = task % n_kv_heads, position = start + m;
-    const int64_t first = c.window > 0 ? std::max<int64_t>(0, position - c.window + 1) : 0;
-    const int64_t at = head * n_group * head_dim;
-    kernels_.attention(cache, head, n_group, first, position, rule, q[m] + at, attended[m] + at,
-                       attention_scratch_.as<float>() + scratch_size * thread);
-  });
+  {
+    const Stopwatch::Lap lap(stopwatch, Part::kAttention);
+    pool_.run(n * n_kv_heads, [&](int64_t task, int thread) {
+      const int64_t m = task / n_kv_heads, head = task % n_kv_heads, position = start + m;
+      const int64_t first = c.window > 0 ? std::max<int64_t>(0, position - c.window + 1) : 0;
+      const int64_t at = head * n_group * head_dim;
+      kernels_.attention(cache, head, n_group, first, position, rule, q[m] + at, attended[m] + at,
+                         attention_scratch_.as<float>() + scratch_size * thread);
+    });
+  }
 
   // 3. their output
   inputs_.plan(n, q_width, {&layer.o.weight});
@@ -274,6 +278,7 @@ void Model::route(const Run& run) {
 }
 
 void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all_logits, float* logits) {
+  const Stopwatch::Lap lap(stopwatch, Part::kRest);
   const ModelConfig& c = config_;
   const Rows x = rows(hidden_, n, c.hidden_size);
   pool_.run(n, [&](int64_t m, int) { embed(tokens[m], x[m]); });
@@ -292,7 +297,7 @@ void Model::finish(const float* x, int64_t n, float* logits) {
     normalize(final_norm, x + m * padded(c.hidden_size), c.hidden_size, normed[m]);
     inputs_.put(kernels_, normed[m], m);
   });
-  multiply({{&output, scores}});
+  multiply({{&output, scores}}, Part::kHead);
   pool_.run(n, [&](int64_t m, int) {
     float* const row = scores[m];
     for (int64_t i = 0; c.logits_divisor != 1 && i < c.vocab_size; i++) row[i] /= c.logits_divisor;

@@ -8,6 +8,7 @@
 #include "engine/inputs.h"
 #include "engine/pool.h"
 #include "engine/rope.h"
+#include "engine/stopwatch.h"
 #include "w4conv/kernels.h"
 
 namespace w4conv {
@@ -102,6 +103,7 @@ class Model {
   Layer& layer(int64_t i) { return layers_[i]; }
   Linear embedding, head;
   Norm final_norm;
+  Stopwatch stopwatch;
 
   // Append n <= kMaxTokens tokens (ids below vocab_size; room in the session). logits: [n or 1][vocab_size], for all
   // tokens or the last one.
@@ -130,7 +132,7 @@ class Model {
     Rows x, normed, out;  // hidden rows; normed ones; a branch's output
   };
   Rows rows(Buffer& buffer, int64_t n, int64_t width);
-  void multiply(const std::vector<Product>& products);
+  void multiply(const std::vector<Product>& products, Part part = Part::kProducts);
   void embed(int32_t token, float* out) const;
   void normalize(const Norm& norm, const float* x, int64_t n, float* out) const;
   void branch_off(const Run& run, const Norm& norm, int64_t m);
