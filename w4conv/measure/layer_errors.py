@@ -69,7 +69,7 @@ class LayerErrors:
         reads = [rows._asdict() for rows in captured]
         for part, matrix in theirs.matrices.items():
             x = reads[1].get(READS.get(part, ""))
-            if x is None or not len(x):
+            if x is None or x.shape[1:] != matrix[1][1:]:  # experts read the rows of some tokens only
                 continue
             wanted = self._multiply(matrix, x)
             count(part, self._multiply(ours.matrices[part], x), wanted)
@@ -89,13 +89,9 @@ class LayerErrors:
 
     def _multiply(self, matrix: Matrix, x: F32Array) -> F32Array:
         scheme, (n_rows, n_columns), parts = matrix
+        rows = np.ascontiguousarray(x)
         return kernels.matmul(
-            scheme,
-            (n_rows, n_columns),
-            parts,
-            np.ascontiguousarray(x),
-            threads=self._threads,
-            activation_bits=self._bits,
+            scheme, (n_rows, n_columns), parts, rows, threads=self._threads, activation_bits=self._bits
         )
 
 
