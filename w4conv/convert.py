@@ -6,7 +6,8 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +22,13 @@ from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
+from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated, make_recipe, read_rules
 from w4conv.runtime.tokenizer import highest_ids
 from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.sensitivity import Sensitivity
 from w4conv.sources import open_source
 from w4conv.sources.base import CodedRows, Source
 
@@ -53,8 +56,9 @@ class ConversionReport:
     """What a conversion did, or with dry_run would do.
 
     input_nbytes: all source files. output_nbytes: the container, exact. bits_per_weight: tensors with scales and row
-    padding, over all parameters. recipe: patterns and what they say, in order. seconds, mb_per_second (1e6 bytes of
-    input) and digest are None after a dry run.
+    padding, over all parameters. recipe: patterns and what they say, in order; with target_bpw, the first n_allocated
+    are matrices and what was chosen for them. seconds, mb_per_second (1e6 bytes of input) and digest are None after a
+    dry run.
     """
 
     source: str
@@ -74,6 +78,8 @@ class ConversionReport:
     notes: tuple[str, ...]
     method: str = "rtn"
     recipe: tuple[tuple[str, Rule], ...] = ()
+    target_bpw: str | None = None
+    n_allocated: int = 0
     seconds: float | None = None
     mb_per_second: float | None = None
     digest: str | None = None
@@ -87,6 +93,7 @@ def quantize(
     group_size: int | str | None = None,
     embeddings: str | None = None,
     recipe: str | None = None,
+    target_bpw: float | str | None = None,
     method: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     calibration_tokens: int = 16384,
@@ -109,6 +116,9 @@ def quantize(
     int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
     (quantization/recipe.py); where it says nothing, the other options count.
+    target_bpw: bits a weight, over all weights with scales, that the container shall have at most: the scheme of each
+    matrix for which no recipe names one is chosen from a menu, by how much the model loses with it (sensitivity.py). It
+    takes the place of scheme, group_size and embeddings.
 
     method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "gptq" (scales searched,
     each column rounded with the errors of those before it in mind), or "best" (of all, for each matrix); None means
@@ -137,6 +147,7 @@ def quantize(
     started = time.perf_counter()
     src, out = Path(src), Path(out)
     rules = () if recipe is None else read_rules(recipe)
+    target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
     if scheme is not None:  # a wrong word is told before anything is opened
         make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
     if architecture not in (None, GENERIC):
@@ -160,17 +171,27 @@ def quantize(
                 f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
             )
         if scheme is None:
-            asked = requantize or any(word is not None for word in (group_size, method, calibration, recipe))
+            asked = requantize or any(
+                word is not None for word in (group_size, method, calibration, recipe, target_bpw)
+            )
             scheme = _default_scheme(source, requantize=asked)
         made = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings, rules=rules)
         text = None if calibration is None else (Path(calibration), calibration_tokens, calibration_ctx)
-        conversion = _Conversion(source, made, _method(method, calibration), text, generic=generic)
+        progress = progress or Silent()
+        conversion = _Conversion(
+            source,
+            made,
+            _method(method, calibration),
+            text,
+            target,
+            generic=generic,
+            threads=threads,
+            progress=progress,
+        )
         check_target(out, conversion.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return conversion.report(out)
-        digest, notes = conversion.write(
-            out, overwrite=overwrite, resume=resume, threads=threads, progress=progress or Silent()
-        )
+        digest, notes = conversion.write(out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
     return conversion.report(out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
 
 
@@ -190,6 +211,18 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
         f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
         f"exactly. Give --requantize to round them a second time to w4a16, or --scheme keep to store them {kept}"
     )
+
+
+def _target(bpw: float | str, *others: object) -> Decimal:
+    if any(word is not None for word in others):
+        raise UsageError("target-bpw chooses the schemes: leave out scheme, group-size and embeddings, or use a recipe")
+    try:
+        target = Decimal(str(bpw))
+    except ArithmeticError:
+        target = Decimal("NaN")
+    if not target.is_finite() or target <= 0:
+        raise UsageError(f"target-bpw is {bpw!r}, expected a number of bits such as 4.5")
+    return target.normalize()
 
 
 def _method(method: str | None, calibration: object) -> str:
@@ -231,8 +264,9 @@ class _Conversion:
     """One source planned by one recipe."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None, *, generic: bool
-    ) -> None:
+        self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None,
+        target: Decimal | None, *, generic: bool, threads: int | None, progress: Progress,
+    ) -> None:  # fmt: skip
         """calibration: the text, and how many tokens of it in sequences of how many."""
         self._source = source
         self._recipe = recipe
@@ -258,6 +292,13 @@ class _Conversion:
         if calibration is not None:
             path, tokens, ctx = calibration
             self._text = read_calibration(path, source.blobs, self._spec(), tokens=tokens, ctx=ctx)
+        self._check_source()
+        self._target, self._n_allocated = target, 0
+        if target is not None:
+            chosen = self._allocate(target, threads, progress)
+            self._n_allocated = len(chosen)
+            self._recipe = replace(recipe, rules=(*chosen, *recipe.rules))
+            self._choices = self._recipe.choices(self._model)
         tensors = self._plan_tensors()
         self._method = "keep" if self._coded and method == "rtn" else method
         self._file_nbytes = [file.stat().st_size for file in source.files]
@@ -284,6 +325,37 @@ class _Conversion:
                 f"scheme {self._recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
             )
         return methods
+
+    def _allocate(self, target: Decimal, threads: int | None, progress: Progress) -> list[tuple[str, Rule]]:
+        """A rule for each matrix that no rule of the recipe codes."""
+        tensors = self._model.tensors()
+        free = [t for t in tensors if not self._choices[t.name].explicit]
+        if not free:
+            raise UsageError("the recipe says the scheme of every matrix, so there is nothing to choose for target-bpw")
+        sizes = {t.name: tuple(sum(codes.part_sizes(s, t.shape).values()) for s in MENU) for t in free}
+        taken = sum(
+            sum(codes.part_sizes(self._choices[t.name].coding(self._source.tensors[t.name].dtype), t.shape).values())
+            for t in tensors if t.name not in sizes
+        )  # fmt: skip
+        n_parameters = sum(math.prod(t.shape) for t in tensors)
+        least, most = (Decimal(8 * (taken + sum(s[i] for s in sizes.values()))) / n_parameters for i in (0, -1))
+        if not least <= target <= most:
+            low, high = least.quantize(Decimal("0.001"), ROUND_CEILING), most.quantize(Decimal("0.001"), ROUND_FLOOR)
+            raise UsageError(
+                f"target-bpw {target} is out of reach: from {MENU[0]} to {MENU[-1]} this model has {low} to "
+                f"{high} bits a weight"
+            )
+        progress.start(sum(self._source.tensors[t.name].nbytes or math.prod(t.shape) * 2 for t in free))
+        sensitivity = Sensitivity(self._source, free, MENU, threads=threads, advance=progress.advance)
+        losses = (
+            sensitivity.from_weights() if self._text is None
+            else sensitivity.from_text(self._spec(), self._text.sequences)
+        )  # fmt: skip
+        budget = int(target * n_parameters / 8) - taken
+        chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)
+        by = "the error of their weights" if self._text is None else "what they lose on the text"
+        self._notes.append(f"schemes of {len(free)} matrices chosen for {target} bits a weight, by {by}")
+        return [(name, Rule(MENU[i].kind, MENU[i].group_size)) for name, i in chosen.items()]
 
     def _check_vocabulary(self, spec: ModelSpec) -> None:
         """A tokenizer may have fewer tokens than the model, or special ones beyond those of a text model."""
@@ -316,8 +388,8 @@ class _Conversion:
             raise self._fail("config.json is not a JSON object")
         return config
 
-    def _plan_tensors(self) -> list[TensorPlan]:
-        """Every tensor that the model needs, checked against the source; notes what of the source is left out."""
+    def _check_source(self) -> None:
+        """That the source has every tensor that the model needs; notes what of the source is left out."""
         needed = {t.name: t for t in self._model.tensors()}
         stored = self._source.tensors
         missing = [name for name in needed if name not in stored]
@@ -339,12 +411,16 @@ class _Conversion:
             )
         if extra:
             self._notes.append(f"left out, since the config says as much: {_some(sorted(extra))}")
+        for name, t in needed.items():
+            if stored[name].shape != t.shape:
+                raise self._fail(f"{name}: shape is {stored[name].shape}, but the config asks for {t.shape}")
+
+    def _plan_tensors(self) -> list[TensorPlan]:
+        """Every tensor that the model needs, with its scheme; notes what is rounded a second time."""
         out = []
         again: dict[str, list[str]] = {}
-        for name, t in needed.items():
-            found = stored[name]
-            if found.shape != t.shape:
-                raise self._fail(f"{name}: shape is {found.shape}, but the config asks for {t.shape}")
+        for t in self._model.tensors():
+            name, found = t.name, self._source.tensors[t.name]
             choice = self._choices[name]
             coding = choice.coding(found.dtype)
             if found.coding is not None and choice.keeps:
@@ -399,6 +475,8 @@ class _Conversion:
             record["gptq_zero15"] = self._source.gptq_zero15
         if self._recipe.rules:
             record["recipe"] = self._recipe.record()
+        if self._target is not None:
+            record["target_bpw"] = str(self._target)
         if self._text is not None:
             record["calibration"] = self._text.record() | {"damping_percent": DAMPING_PERCENT}
         return record
@@ -573,6 +651,8 @@ class _Conversion:
             notes=(*self._notes, *notes),
             method=self._method,
             recipe=self._recipe.rules,
+            target_bpw=None if self._target is None else str(self._target),
+            n_allocated=self._n_allocated,
             seconds=seconds,
             mb_per_second=input_nbytes / seconds / 1e6 if seconds else None,
             digest=digest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -190,3 +191,9 @@ def test_what_is_quantized_already(w4: Runner, tmp_path: Path) -> None:
     assert "stored as float32, exactly" in w4("quantize", "fp8", "k.w4", "--scheme", "keep").done().out
     assert "fp8" in w4("inspect", "fp8").done().out
     w4("verify", "k.w4", "--against", "fp8").done()
+
+
+def test_a_budget_of_bits(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
+    out = w4("quantize", checkpoint, tmp_path / "out.w4", "--target-bpw", "6").done().out
+    assert re.search(r"down_proj +\d+ int[48]/g\d+", out)
+    w4("quantize", checkpoint, tmp_path / "x.w4", "--target-bpw", "2").failed(2, "out of reach")

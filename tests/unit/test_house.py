@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "extraction",
         "comparison",
         "calibration",
+        "sensitivity",
         "runtime",
         "measure",
         "export",

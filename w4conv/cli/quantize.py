@@ -27,6 +27,7 @@ Examples:
   w4conv quantize in/ out.w4 --scheme nf4 --group-size 64
   w4conv quantize in/ out.w4 --calibration book.txt
   w4conv quantize in/ out.w4 --recipe mine.toml
+  w4conv quantize in/ out.w4 --target-bpw 4.5
   w4conv quantize in/ out.w4 --dry-run
   w4conv quantize in/ - | ssh host 'cat > out.w4'
 
@@ -80,6 +81,13 @@ def quantize(
             metavar="FILE.toml|NAME",
             help="Other schemes, groups or methods for some tensors (see below)",
             autocompletion=one_of(RECIPES),
+        ),
+    ] = None,
+    target_bpw: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BITS",
+            help="Choose the scheme of each matrix so that the whole has at most so many bits a weight and loses least",
         ),
     ] = None,
     method: Annotated[
@@ -148,6 +156,7 @@ def quantize(
                 group_size=group_size,
                 embeddings=embeddings,
                 recipe=recipe,
+                target_bpw=target_bpw,
                 method=method,
                 calibration=calibration,
                 calibration_tokens=calibration_tokens,
@@ -193,4 +202,19 @@ def as_text(report: ConversionReport) -> str:
     rows = [
         (t.scheme, f"{t.n_tensors:,}", _output.count(t.n_parameters), _output.nbytes(t.nbytes)) for t in report.schemes
     ]
+    if report.target_bpw is not None:
+        pairs += allocation(report)
     return _output.facts(pairs) + "\n" + _output.table(("scheme", "tensors", "parameters", "size"), rows)
+
+
+def allocation(report: ConversionReport) -> list[tuple[str, str]]:
+    """What --target-bpw has chosen: how many matrices of each kind have which scheme."""
+    found: dict[str, dict[str, int]] = {}
+    for name, rule in report.recipe[: report.n_allocated]:
+        part = found.setdefault(name.removesuffix(".weight").rpartition(".")[2], {})
+        word = f"{rule.scheme}/g{rule.group}"
+        part[word] = part.get(word, 0) + 1
+    return [
+        (part, ", ".join(f"{n} {word}" for word, n in sorted(counts.items(), key=lambda item: -item[1])))
+        for part, counts in found.items()
+    ]

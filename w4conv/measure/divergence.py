@@ -87,7 +87,7 @@ def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Compariso
     for block in blocks:
         for i, (row, base_row) in enumerate(zip(*block.logits, strict=True), block.start):
             place, target = (block.window, i - first), windows.tokens[block.window, i + 1]
-            log_q, log_p = _log_softmax(row), _log_softmax(base_row)
+            log_q, log_p = log_softmax(row), log_softmax(base_row)
             out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
             out.klds[place] = np.dot(np.exp(log_p), log_p - log_q)
             out.same_top[place] = np.argmax(row) == np.argmax(base_row)
@@ -96,7 +96,7 @@ def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Compariso
     return out
 
 
-def _log_softmax(logits: npt.NDArray[np.float32]) -> F64Array:
+def log_softmax(logits: npt.NDArray[np.float32]) -> F64Array:
     shifted = logits.astype(np.float64) - float(logits.max())
     shifted -= math.log(float(np.exp(shifted).sum()))
     return shifted

@@ -63,7 +63,7 @@ class LayerErrors:
         sums = self._sums.setdefault(layer, {})
 
         def count(what: str, found: F32Array, wanted: F32Array) -> None:
-            sums[what] = sums.get(what, 0.0) + _relative_error(found, wanted)
+            sums[what] = sums.get(what, 0.0) + relative_error(found, wanted)
 
         count("block", hidden[0], hidden[1])
         reads = [rows._asdict() for rows in captured]
@@ -95,9 +95,9 @@ class LayerErrors:
         )
 
 
-def _relative_error(found: F32Array, wanted: F32Array) -> float:
-    """Sum over rows of |found - wanted|^2 / |wanted|^2; a row of zeros counts as it is wrong or not."""
+def relative_error(found: F32Array, wanted: F32Array) -> float:
+    """Sum over rows (the last axis) of |found - wanted|^2 / |wanted|^2; a row of zeros counts as it is wrong or not."""
     y, e = wanted.astype(np.float64), found.astype(np.float64) - wanted
-    signal, noise = np.einsum("ij,ij->i", y, y), np.einsum("ij,ij->i", e, e)
+    signal, noise = np.square(y).sum(axis=-1), np.square(e).sum(axis=-1)
     ratio = np.where(noise > 0, 1.0, 0.0)
     return float(np.divide(noise, signal, out=ratio, where=signal > 0).sum())

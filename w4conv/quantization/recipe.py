@@ -66,11 +66,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one tensor gets. kind: of code, or "keep"; vectors are always kept. method: None where nothing names one."""
+    """What one tensor gets. kind: of code, or "keep"; vectors are always kept. method: None where nothing names one.
+
+    explicit: a rule says its scheme or its group, or it is always kept unless one does.
+    """
 
     kind: str
     group_size: int
     method: str | None = None
+    explicit: bool = False
 
     @property
     def keeps(self) -> bool:
@@ -102,18 +106,20 @@ class Recipe:
         out = {}
         for t in spec.tensors():
             if len(t.shape) < 2 or t.role == "bias":  # the biases of experts are matrices
-                out[t.name] = Choice("keep", 0)
+                out[t.name] = Choice("keep", 0, explicit=True)
                 continue
             roles = ("embedding", "head") if t.role == "embedding" and spec.tied_head else (t.role,)
             words = {"linear": self.linear, "router": "keep"}  # routers are small, and what they choose is a jump
+            explicit = t.role == "router"
             found = Rule(words.get(t.role, self.embeddings), self.group_size)
             for pattern, rule in self.rules:
                 if pattern in roles or fnmatch.fnmatchcase(t.name, pattern):
                     found = replace(found, **rule.record())
+                    explicit = explicit or rule.scheme is not None or rule.group is not None
                     unused.discard(pattern)
             assert found.scheme is not None
             assert found.group is not None
-            out[t.name] = Choice(found.scheme, found.group, found.method)
+            out[t.name] = Choice(found.scheme, found.group, found.method, explicit)
         if unused:
             example = next((t.name for t in spec.tensors() if t.role == "linear"), "model.layers.0.mlp.up_proj.weight")
             raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,12 +41,15 @@ class LayeredModel(ABC):
     spec: ModelSpec
     activations: str = "int16"
 
-    def embed(self, tokens: IntArray) -> F32Array:
-        """(..., n_tokens) ids -> the hidden rows that the first layer reads, (..., n_tokens, padded hidden_size)."""
+    def embed(self, tokens: IntArray, change: Callable[[F32Array], F32Array] = lambda rows: rows) -> F32Array:
+        """(..., n_tokens) ids -> the hidden rows that the first layer reads, (..., n_tokens, padded hidden_size).
+
+        change: what becomes of the rows of the embedding before.
+        """
         t = self.spec.tensors()[0]
         ids, places = np.unique(tokens, return_inverse=True)
         out = np.zeros((*tokens.shape, padded_width(t.shape[1])), np.float32)
-        out[..., : t.shape[1]] = self._rows(t, ids)[places.reshape(tokens.shape)]
+        out[..., : t.shape[1]] = change(self._rows(t, ids))[places.reshape(tokens.shape)]
         out *= np.float32(self.spec.embedding_scale)
         return out
 
@@ -55,6 +59,18 @@ class LayeredModel(ABC):
         vectors = {t.place: self._vector(t) for t in tensors if t.role in ("norm", "bias")}
         model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations)
         return LoadedLayer(model, matrices)
+
+    def changed(
+        self, i: int, loaded: LoadedLayer, matrices: Mapping[str, Matrix], *, threads: int | None = None
+    ) -> LayerModel:
+        """Layer i with other matrices at some places."""
+        vectors = {t.place: self._vector(t) for t in self.spec.layer_tensors(i) if t.role in ("norm", "bias")}
+        return LayerModel(self.spec, i, loaded.matrices | dict(matrices), vectors, threads=threads)
+
+    def changed_head(self, matrix: Matrix, *, threads: int | None = None) -> HeadModel:
+        """The head with another matrix."""
+        norm = next(t for t in self.spec.tensors() if t.part == "norm" and t.layer is None)
+        return HeadModel(self.spec, matrix, self._vector(norm), threads=threads)
 
     def head(self, *, threads: int | None = None) -> HeadModel:
         tensors = self.spec.tensors()
