@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -299,6 +300,7 @@ class _Conversion:
             self._n_allocated = len(chosen)
             self._recipe = replace(recipe, rules=(*chosen, *recipe.rules))
             self._choices = self._recipe.choices(self._model)
+            self._methods = self._calibrated(method, with_text=calibration is not None)
         tensors = self._plan_tensors()
         self._method = "keep" if self._coded and method == "rtn" else method
         self._file_nbytes = [file.stat().st_size for file in source.files]

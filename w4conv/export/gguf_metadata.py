@@ -122,7 +122,7 @@ def _check(model: ExportModel, name: str) -> None:
             raise _refused(model, f"windows on other layers than those of {spec.architecture} as it was published")
         if spec.local_rope is not None and (spec.local_rope.theta, spec.local_rope.scaling) != (1e4, "default"):
             raise _refused(model, "another rotary embedding of the windowed layers")
-    if name == "smollm3" and spec.no_rope != frozenset(range(3, spec.n_layers, 4)):
+    if name == "smollm3" and spec.no_rope != tuple(range(3, spec.n_layers, 4)):
         raise _refused(model, "rotary embeddings missing in other layers than every fourth")
     if spec.experts is not None and not spec.experts.renormalized:
         raise _refused(model, "experts' weights that are not normalized")
