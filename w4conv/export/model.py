@@ -57,8 +57,8 @@ class ExportModel:
                 raise InputError(f"{container.path}: {tensor.name} {found}; config.json asks for {tensor.shape}")
             if len(info.shape) > 2:
                 raise InputError(
-                    f"{container.path}: {tensor.name} holds the matrices of all experts in one tensor, for which no export "
-                    f"is written yet. {self.spec.architecture} cannot be exported"
+                    f"{container.path}: {tensor.name} holds the matrices of all experts in one tensor, for which no "
+                    f"export is written yet. {self.spec.architecture} cannot be exported"
                 )
             self.tensors.append((tensor, info))
         if unknown := container.tensors.keys() - {tensor.name for tensor, _ in self.tensors}:
