@@ -10,11 +10,12 @@ import numpy as np
 import packed
 import pytest
 from exports import converted, recoded
-from helpers import write_safetensors
+from helpers import make_llama_dir, write_safetensors
 
 import w4conv
 from w4conv.errors import InputError, UsageError
 from w4conv.export import export
+from w4conv.measure.exported import GGUF_ROUNDED, _alike
 from w4conv.scheme import QuantScheme
 
 FORMATS = ("gguf", "compressed-tensors", "gptq", "awq", "mlx", "safetensors")
@@ -49,6 +50,26 @@ def test_settings_of_llama3_survive_gguf(tmp_path: Path) -> None:
     path = converted(tmp_path, config={"rope_scaling": LLAMA3, "max_position_embeddings": 131072})
     export(path, tmp_path / "m.gguf", to="gguf")
     assert w4conv.verify(tmp_path / "m.gguf", against=path).ok
+
+
+def test_the_scale_of_gemma_s_embedding_survives_gguf(tmp_path: Path) -> None:
+    """It is rounded to the type of the weights, which GGUF does not record; another scale is noticed."""
+    made = make_llama_dir(tmp_path / "in", dtype="F32", hidden=128, head_dim=32, inner=256, tied=True)
+    norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    raw = packed.load(made) | {
+        f"model.layers.{i}.{norm}.weight": np.zeros(128, np.float32) for i in range(2) for norm in norms
+    }
+    write_safetensors(made / "model.safetensors", {name: ("F32", array) for name, array in raw.items()})
+    settings = json.loads((made / "config.json").read_text())
+    settings |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 32}
+    settings |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "sliding_window": 64}
+    (made / "config.json").write_text(json.dumps(settings))
+    w4conv.quantize(made, tmp_path / "m.w4", group_size=32)
+    export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    report = w4conv.verify(tmp_path / "m.gguf", against=tmp_path / "m.w4")
+    assert report.ok, report.failures
+    assert _alike(11.3125, 11.3137, GGUF_ROUNDED["embedding_scale"])
+    assert not _alike(11.3125, 12.0, GGUF_ROUNDED["embedding_scale"])
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

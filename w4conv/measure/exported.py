@@ -24,6 +24,8 @@ from w4conv.sources.base import Source
 METHOD: Final = "export"
 # GGUF has one name for families that compute alike, and no place for some windows; the exporter says so.
 GGUF_WITHOUT: Final = ("family", "architecture", "sliding_windows")
+# Gemma rounds it to the type that the weights once had, which GGUF does not record.
+GGUF_ROUNDED: Final = {"embedding_scale": 2**-8}
 FLOAT_TOLERANCE: Final = 1e-6  # settings that a format keeps as float32
 _BLOCK_VALUES: Final = 1 << 20  # values compared at a time
 
@@ -90,7 +92,8 @@ def _settings(container: Container, source: Source) -> Iterator[str]:
     for key, value in ours.items():
         if source.kind == "gguf" and key in GGUF_WITHOUT:
             continue
-        if not _alike(value, theirs[key]):
+        tolerance = GGUF_ROUNDED.get(key, FLOAT_TOLERANCE) if source.kind == "gguf" else FLOAT_TOLERANCE
+        if not _alike(value, theirs[key], tolerance):
             yield f"{source.path}: {key} is {theirs[key]}, the container's is {value}"
     if source.kind == "gguf":
         return  # its tokenizer is written anew
@@ -103,11 +106,11 @@ def _spec(config: bytes) -> dict[str, Any]:
     return asdict(parse_config(json.loads(config)))
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_alike(a[key], b[key], tolerance) for key in a)
     if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=FLOAT_TOLERANCE)
+        return math.isclose(a, b, rel_tol=tolerance)
     return bool(a == b)
 
 
