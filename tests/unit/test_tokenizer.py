@@ -97,6 +97,17 @@ def test_stop_ids_come_from_every_file() -> None:
     assert tokenizer.stop_ids(chat=True) == {257, 5, 7, end, im_end}
 
 
+def test_ends_of_a_turn_in_several_messages() -> None:
+    """gpt-oss ends its thoughts with the token that ends the turn of other models."""
+    ends = {}
+    for words in (["<|end|>"], ["<|end|>", "<|return|>", "<|call|>"]):
+        reference = tiny_tokenizer()
+        reference.add_special_tokens([AddedToken(word) for word in words])
+        ids = Tokenizer(blobs_of(reference)).stop_ids(chat=True)
+        ends[len(words)] = {reference.id_to_token(i) for i in ids}
+    assert ends == {1: {"<|end|>"}, 3: {"<|return|>", "<|call|>"}}
+
+
 def test_an_added_token_that_cannot_have_its_id() -> None:
     size = tiny_tokenizer().get_vocab_size()
     added = {str(size + 7): {"content": "<|new|>", "special": True}}

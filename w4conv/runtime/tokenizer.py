@@ -26,7 +26,7 @@ from w4conv.errors import InputError, UsageError
 
 # Tokens by which chat models end a turn. A model may name only one of them as its EOS, or none.
 END_OF_TURN: Final = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>",
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -100,8 +100,10 @@ class Tokenizer:
         if named is not None:
             ids.add(named)
         if chat:
-            found = (self._tokenizer.token_to_id(token) for token in END_OF_TURN)
-            ids |= {i for i in found if i is not None and i in self._special_ids}
+            found = {token: self._tokenizer.token_to_id(token) for token in END_OF_TURN}
+            if found["<|return|>"] is not None:  # gpt-oss: a turn has several messages, each with an end of its own
+                del found["<|end|>"]
+            ids |= {i for i in found.values() if i is not None and i in self._special_ids}
         return frozenset(ids)
 
     def _add_tokens(self) -> None:
