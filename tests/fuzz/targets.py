@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pieces
 import vectors
 from helpers import make_llama_dir, make_llama_gguf
 from mutations import INTEGERS, change_bytes, change_tree, mutate
@@ -25,6 +26,8 @@ from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources import open_source
+from w4conv.sources.sentencepiece import rebuild_from_pieces
+from w4conv.sources.vocabulary import UnknownTokenizerError
 
 GGUF_TOKENS = tuple(n.to_bytes(8, "little") for n in INTEGERS) + tuple(
     (n & 0xFFFFFFFF).to_bytes(4, "little") for n in INTEGERS
@@ -195,6 +198,17 @@ def _tokenizer(raw: bytes) -> None:
     tokenizer.stop_ids(chat=True)
 
 
+def _pieces(raw: bytes) -> None:
+    with suppress(UnknownTokenizerError):
+        _tokenizer(rebuild_from_pieces({"tokenizer.model": raw}, where="fuzzed")["tokenizer.json"])
+
+
+def _pieces_seeds() -> list[bytes]:
+    fallback = [*pieces.PIECES, *((f"<0x{byte:02X}>", pieces.BYTE) for byte in range(256))]
+    unigram = pieces.field(3, 1)
+    return [pieces.model(), pieces.model(trainer=unigram), pieces.model(fallback, normalizer=pieces.field(4, 1))]
+
+
 def _container_seeds() -> list[bytes]:
     return [vectors.raw(e) for e in vectors.SOUND] + [small_file()[0]]
 
@@ -206,6 +220,7 @@ TARGETS: Mapping[str, Target] = {
     "gguf": Target(_gguf_seeds, _mutate_gguf, _gguf),
     "config": Target(_config_seeds, _mutate_json, _config),
     "tokenizer": Target(_tokenizer_seeds, _mutate_json, _tokenizer),
+    "tokenizer.model": Target(_pieces_seeds, mutate, _pieces),
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
 from helpers import make_llama_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import NORMAL, PIECES, UNUSED, field, model
 from tokenizers import Tokenizer as Reference
 
 from w4conv.errors import InputError
@@ -17,35 +17,6 @@ from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources import open_source
 from w4conv.sources.sentencepiece import rebuild_from_pieces
 from w4conv.sources.vocabulary import UnknownTokenizerError
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
-PIECES = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("▁", NORMAL), ("a", NORMAL), ("▁a", NORMAL)]
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes(out + bytes([value]))
-
-
-def field(number: int, value: int | bytes | float) -> bytes:
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, bytes):
-        return varint(number << 3 | 2) + varint(len(value)) + value
-    return varint(number << 3) + varint(value % (1 << 64))
-
-
-def model(
-    pieces: list[tuple[str, int]] = PIECES, *, trainer: bytes = b"", normalizer: bytes = b"", rest: bytes = b""
-) -> bytes:
-    parts = [
-        field(1, field(1, text.encode()) + field(2, -float(i)) + field(3, kind))
-        for i, (text, kind) in enumerate(pieces)
-    ]
-    return b"".join(parts) + field(2, field(3, 2) + trainer) + field(3, field(4, 0) + normalizer) + rest
 
 
 def rebuilt(data: bytes, **files: object) -> dict[str, bytes]:
