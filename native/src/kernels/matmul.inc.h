@@ -175,10 +175,13 @@ struct IntBlock {
   int64_t stride;  // tokens in the group
 };
 
-// sums [token][tile][16] += a block's products.
+// sums [token][tile][16] += a block's products. Inlined: as a function of its own it ran at 0.93 of the speed.
 template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
-inline void int_inner(const IntBlock& b, float* sums) {
+[[gnu::always_inline]] inline void int_inner(const IntBlock& b, float* sums) {
   constexpr int kV = kTilesNow * kVectors;
+  vf w_scales[kV];
+#pragma GCC unroll 4
+  for (int v = 0; v < kV; v++) w_scales[v] = b.w_scales[v];
   vi acc[kTokensNow][kV];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
@@ -221,13 +224,13 @@ inline void int_inner(const IntBlock& b, float* sums) {
 #pragma GCC unroll 4
     for (int v = 0; v < kV; v++) {
       float* sum = sums + (t * kV + v) * kLanes;
-      store(sum, load(sum) + __builtin_convertvector(acc[t][v], vf) * (b.w_scales[v] * a_scale));
+      store(sum, load(sum) + __builtin_convertvector(acc[t][v], vf) * (w_scales[v] * a_scale));
     }
   }
 }
 
 template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
-inline void int_inner_up_to(int64_t n, const IntBlock& b, float* sums) {
+[[gnu::always_inline]] inline void int_inner_up_to(int64_t n, const IntBlock& b, float* sums) {
   if constexpr (kTokensNow > 1) {
     if (n < kTokensNow) return int_inner_up_to<kKind, kBits, kTilesNow, kTokensNow - 1>(n, b, sums);
   }
