@@ -40,6 +40,16 @@ class MatrixParts:
         zero_points: npt.NDArray[np.uint8],
     ) -> None: ...
 
+def dequantize(pool: Pool, parts: MatrixParts, out: npt.NDArray[np.float32]) -> None: ...
+def distortion_sums(
+    pool: Pool,
+    x: npt.NDArray[np.float32],
+    y: npt.NDArray[np.float32],
+    group_size: int,
+    signal: npt.NDArray[np.float64],
+    noise: npt.NDArray[np.float64],
+    cross: npt.NDArray[np.float64],
+) -> float: ...
 def matmul(
     pool: Pool,
     parts: MatrixParts,

@@ -134,6 +134,35 @@ def matmul(
     return y[:, :n_rows]
 
 
+def dequantize(
+    scheme: QuantScheme, shape: tuple[int, int], parts: Mapping[str, Array], *, threads: int | None = None
+) -> F32Array:
+    """The values of a coded matrix, bit for bit `codes.dequantize`."""
+    out = np.empty(shape, np.float32)
+    if out.size:
+        _native.dequantize(_pool(threads or default_threads()), matrix_parts(scheme, shape, parts), out)
+    return out
+
+
+class DistortionSums(NamedTuple):
+    """Of each row and group, float64 (n_rows, n_groups), with e = y - x: sums of x * x, e * e, x * e. largest: |e|."""
+
+    signal: npt.NDArray[np.float64]
+    noise: npt.NDArray[np.float64]
+    cross: npt.NDArray[np.float64]
+    largest: float
+
+
+def distortion_sums(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> DistortionSums:
+    """x, y: (n_rows, n_columns), with one column or more. The order of the sums is the same everywhere: dequantize.h."""
+    n_groups = -(-x.shape[1] // group_size)
+    signal, noise, cross = (np.empty((len(x), n_groups)) for _ in range(3))
+    pool = _pool(threads or default_threads())
+    x, y = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(y, np.float32)
+    largest = _native.distortion_sums(pool, x, y, group_size, signal, noise, cross)
+    return DistortionSums(signal, noise, cross, largest)
+
+
 def read(data: npt.NDArray[np.uint8], *, threads: int) -> int:
     """Read whole 64-byte lines of `data` and nothing else; returns how many bytes that was."""
     lines = data[: data.size // 64 * 64]

@@ -16,6 +16,7 @@
 
 #include "engine/calibrated.h"
 #include "engine/convert.h"
+#include "engine/dequantize.h"
 #include "engine/model.h"
 #include "lost_pages.h"
 #include "w4conv/cpu.h"
@@ -172,6 +173,28 @@ void matmul(Pool& pool, const MatrixParts& parts, const FloatRows& x, const Muta
     inputs.multiply(k, w, y.data(), w.n_tiles() * kTileRows, task * kChunk, std::min(w.n_tiles(), (task + 1) * kChunk),
                     scratch.as<char>() + kScratchBytes * static_cast<size_t>(thread));
   });
+}
+
+void bound_dequantize(Pool& pool, const MatrixParts& parts, const MutableFloatRows& out) {
+  const Matrix w = parts.matrix();
+  require(static_cast<int64_t>(out.shape(0)) == w.n_rows && static_cast<int64_t>(out.shape(1)) == w.n_columns,
+          "out: wrong shape");
+  const nb::gil_scoped_release release;
+  dequantize(pool, w, out.data());
+}
+
+double bound_distortion(Pool& pool, const FloatRows& x, const FloatRows& y, int64_t group_size,
+                        const MutableDoubleRows& signal, const MutableDoubleRows& noise, const MutableDoubleRows& cross) {
+  const auto n_rows = static_cast<int64_t>(x.shape(0)), n_columns = static_cast<int64_t>(x.shape(1));
+  require(x.shape(0) == y.shape(0) && x.shape(1) == y.shape(1), "x and y: different shapes");
+  require(group_size > 0, "group size: not positive");
+  for (const MutableDoubleRows* sums : {&signal, &noise, &cross}) {
+    require(static_cast<int64_t>(sums->shape(0)) == n_rows &&
+                static_cast<int64_t>(sums->shape(1)) == (n_columns + group_size - 1) / group_size,
+            "sums: wrong shape");
+  }
+  const nb::gil_scoped_release release;
+  return distortion_sums(pool, x.data(), y.data(), n_rows, n_columns, group_size, signal.data(), noise.data(), cross.data());
 }
 
 // Read all bytes once, in chunks claimed by the threads as products claim theirs.
@@ -511,6 +534,8 @@ NB_MODULE(_native, m) {
                                 wide_scales,     std::move(codes), std::move(scales), std::move(zero_points)};
           },
           "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a);
+  m.def("dequantize", &bound_dequantize, "pool"_a, "parts"_a, "out"_a);
+  m.def("distortion_sums", &bound_distortion, "pool"_a, "x"_a, "y"_a, "group_size"_a, "signal"_a, "noise"_a, "cross"_a);
   m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);
 
   m.def("cholesky", &bound_cholesky, "pool"_a, "a"_a);

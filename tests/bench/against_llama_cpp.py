@@ -1,9 +1,11 @@
 """Decode and prefill beside llama.cpp, alternately in one run, on random weights of a real model's shape.
 
     python tests/bench/against_llama_cpp.py [--shape llama-3.2-1b] [--rounds 3] [--prompt 512] [--tokens 32]
+        [--activations int16,int8] [--files DIR]
 
 Needs llama-cpp-python and gguf beside w4conv. llama.cpp gets Q4_0 with a Q8_0 head, w4conv int4/g128 with an int8 head;
-both read their weights from a file in the page cache. Prints each round and the medians of the ratios.
+both read their weights from a file in the page cache, made in DIR and kept there, or else removed at the end. Each
+round also reads our file plainly. Prints each round and the medians of the ratios.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from w4conv.measure.bandwidth import read_gbs
 from w4conv.measure.shapes import SHAPES, RandomWeights
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
@@ -83,18 +86,23 @@ def write_gguf(
     writer.close()
 
 
-def w4conv_runner(path: Path, threads: int, n_prompt: int, n_tokens: int) -> Callable[[], tuple[float, float]]:
-    model = Model(path, threads=threads, ctx=n_prompt + n_tokens + 1)
+def w4conv_runner(
+    path: Path, threads: int, n_prompt: int, n_tokens: int, activations: str
+) -> Callable[[], tuple[float, float, float]]:
+    """Of which a run gives tokens/s of the prompt, tokens/s one by one, and the share of a plain read of the file."""
+    model = Model(path, threads=threads, ctx=n_prompt + n_tokens + 1, activations=activations)
     prompt = np.random.default_rng(1).integers(0, 1000, n_prompt)
 
-    def run() -> tuple[float, float]:
+    def run() -> tuple[float, float, float]:
         session = model.session()
         start = time.perf_counter()
         session.append(prompt)
         middle = time.perf_counter()
         for i in range(n_tokens):
             session.append([i + 5])
-        return n_prompt / (middle - start), n_tokens / (time.perf_counter() - middle)
+        rate = n_tokens / (time.perf_counter() - middle)
+        share = rate * model.bytes_per_token / 1e9 / read_gbs(model.container, threads=threads)
+        return n_prompt / (middle - start), rate, share
 
     return run
 
@@ -140,25 +148,38 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--activations", default="int16")
+    parser.add_argument("--files", metavar="DIR")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as tmp:
-        ours, theirs = Path(tmp) / "model.w4", Path(tmp) / "model.gguf"
-        RandomWeights(args.shape, scheme="w4a16").write(ours)
-        write_gguf(theirs, parse_config(SHAPES[args.shape]), kind=Q4, head=Q8)
+        folder = Path(args.files or tmp)
+        ours, theirs = folder / f"{args.shape}.w4", folder / f"{args.shape}.gguf"
+        if not ours.exists():
+            RandomWeights(args.shape, scheme="w4a16").write(ours)
+        if not theirs.exists():
+            write_gguf(theirs, parse_config(SHAPES[args.shape]), kind=Q4, head=Q8)
         print(f"{args.shape}: w4 {ours.stat().st_size / 1e9:.3f} GB, gguf {theirs.stat().st_size / 1e9:.3f} GB")
-        a = w4conv_runner(ours, args.threads, args.prompt, args.tokens)
+        modes = args.activations.split(",")
+        a = [w4conv_runner(ours, args.threads, args.prompt, args.tokens, mode) for mode in modes]
         b = llama_cpp_runner(theirs, args.threads, args.prompt, args.tokens)
-        a(), b()
-        ratios = []
+        for run in (*a, b):
+            run()
+        ratios: list[list[tuple[float, float, float]]] = [[] for _ in modes]
         for i in range(args.rounds):
-            (pa, da), (pb, db) = a(), b()
-            ratios.append((pa / pb, da / db))
+            pb, db = b()
+            for mode, run, found in zip(modes, a, ratios, strict=True):
+                pa, da, share = run()
+                found.append((pa / pb, da / db, share))
+                print(
+                    f"round {i + 1} {mode}: prefill {pa:.1f} / {pb:.1f} tokens/s = {pa / pb:.2f}, "
+                    f"decode {da:.2f} / {db:.2f} tokens/s = {da / db:.2f}, {share:.2f} of a plain read",
+                    flush=True,
+                )
+        for mode, found in zip(modes, ratios, strict=True):
+            prefill, decode, share = (statistics.median(r) for r in zip(*found, strict=True))
             print(
-                f"round {i + 1}: prefill {pa:.1f} / {pb:.1f} tokens/s = {pa / pb:.2f}, "
-                f"decode {da:.2f} / {db:.2f} tokens/s = {da / db:.2f}"
+                f"median {mode}: prefill {prefill:.2f} x, decode {decode:.2f} x llama.cpp, {share:.2f} of a plain read"
             )
-        prefill, decode = (statistics.median(r) for r in zip(*ratios, strict=True))
-        print(f"median: prefill {prefill:.2f} x, decode {decode:.2f} x llama.cpp")
 
 
 if __name__ == "__main__":

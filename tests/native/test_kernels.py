@@ -178,6 +178,20 @@ def test_a_value_that_cannot_be_coded_is_named(
         assert caught.value.column == 64
 
 
+# ---- dequantizing ----
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4z", "nf4", "fp4", "int8", "f16", "bf16", "f32"])
+@pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (128, "f32"), (0, "f16")])
+def test_dequantizing_equals_the_reference_bit_for_bit(kind: str, group_size: int, scale_dtype: str) -> None:
+    for shape in ((1, 1), (35, 77), (16, 300)):
+        w = make_values("outliers", *shape, seed=2)
+        w[0] *= 1e-6  # subnormal in FP16
+        scheme, parts, want = coded(kind, group_size, np.clip(w, -6e4, 6e4), scale_dtype)
+        got = kernels.dequantize(scheme, shape, parts, threads=2)
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
 # ---- products ----
 
 

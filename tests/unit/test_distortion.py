@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from w4conv import kernels
 from w4conv.measure.distortion import DistortionMeter
 
 
@@ -45,6 +47,45 @@ def test_blocks_give_what_the_whole_gives(shape: tuple[int, int], group_size: in
     assert worst is not None
     assert (worst.row, worst.group) == min(ratios, key=lambda k: ratios[k])
     assert worst.sqnr_db == pytest.approx(10 * math.log10(min(ratios.values())))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (17, 75), (40, 256), (3, 1000)])
+@pytest.mark.parametrize("group_size", [32, 128, 1000])
+def test_the_order_of_the_sums_is_fixed(shape: tuple[int, int], group_size: int) -> None:
+    """dequantize.h in numpy: 16 lanes, then a tree; the same bits for any threads."""
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))).astype(np.float32)
+    y = (x * 1.01).astype(np.float32)
+    step, n_groups = -(-group_size // 16) * 16, -(-shape[1] // group_size)
+    a, e = np.zeros((2, shape[0], n_groups, step))
+    for g in range(n_groups):
+        part = slice(g * group_size, min(shape[1], (g + 1) * group_size))
+        a[:, g, : part.stop - part.start] = x[:, part]
+        e[:, g, : part.stop - part.start] = y[:, part].astype(np.float64) - x[:, part]
+
+    def total(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        lanes = np.zeros((shape[0], n_groups, 16))
+        for k in range(0, step, 16):
+            lanes += values[..., k : k + 16]
+        for width in (8, 4, 2, 1):
+            lanes = lanes[..., :width] + lanes[..., width:]
+        return lanes[..., 0]
+
+    for threads in (1, 2):
+        got = kernels.distortion_sums(x, y, group_size, threads=threads)
+        for sums, values in ((got.signal, a * a), (got.noise, e * e), (got.cross, a * e)):
+            np.testing.assert_array_equal(sums, total(values))
+        assert got.largest == np.abs(e).max()
+
+
+def test_nan_is_not_lost() -> None:
+    x = np.zeros((2, 20), np.float32)
+    y = x.copy()
+    y[1, 3] = np.nan
+    y[1, 19] = 1
+    got = kernels.distortion_sums(x, y, 20)
+    assert math.isnan(got.largest)
+    assert np.isnan(got.noise[1, 0])
 
 
 def test_exact_values_have_no_error_to_report() -> None:

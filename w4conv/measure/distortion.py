@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from w4conv import kernels
+
 F32Array = npt.NDArray[np.float32]
 F64Array = npt.NDArray[np.float64]
 
@@ -50,14 +52,13 @@ class DistortionMeter:
     def add(self, source: F32Array, restored: F32Array) -> None:
         """source, restored: (n_rows, n_columns) float32, the next rows of one tensor."""
         n_rows, n_columns = source.shape
-        x = self._grouped(source)
-        e = self._grouped(restored) - x  # (n_rows, n_groups, group_size) float64
-        signal, noise = np.einsum("rgk,rgk->rg", x, x), np.einsum("rgk,rgk->rg", e, e)
-        self._signal += float(signal.sum())
-        self._noise += float(noise.sum())
-        self._cross += float(np.einsum("rgk,rgk->", x, e))
-        self._max = max(self._max, float(np.abs(e).max(initial=0.0)))
-        self._find_worst(signal, noise)
+        if n_columns:
+            sums = kernels.distortion_sums(source, restored, self._group_size or n_columns)
+            self._signal += float(sums.signal.sum())
+            self._noise += float(sums.noise.sum())
+            self._cross += float(sums.cross.sum())
+            self._max = max(self._max, sums.largest)
+            self._find_worst(sums.signal, sums.noise)
         self._n_values += n_rows * n_columns
         self._n_rows += n_rows
 
@@ -81,14 +82,6 @@ class DistortionMeter:
             cosine=min(1.0, (self._signal + self._cross) / norms) if norms else None,
             worst_group=self._worst,
         )
-
-    def _grouped(self, rows: F32Array) -> F64Array:
-        n_rows, n_columns = rows.shape
-        size = self._group_size or max(n_columns, 1)
-        n_groups = -(-n_columns // size)
-        padded = np.zeros((n_rows, n_groups * size))
-        padded[:, :n_columns] = rows
-        return padded.reshape(n_rows, n_groups, size)
 
     def _find_worst(self, signal: F64Array, noise: F64Array) -> None:
         ratio = np.full(signal.shape, np.inf)

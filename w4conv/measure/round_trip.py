@@ -176,8 +176,10 @@ class _Block:
         return self.values.astype(np.float32)
 
     def restored(self) -> npt.NDArray[np.float32]:
-        shape = self.values.shape if self._is_matrix else self.info.shape
-        return codes.dequantize(self.info.scheme, shape, self.parts).reshape(self.values.shape)
+        if self._is_matrix:
+            n_rows, n_columns = self.values.shape
+            return kernels.dequantize(self.info.scheme, (n_rows, n_columns), self.parts)
+        return codes.dequantize(self.info.scheme, self.info.shape, self.parts).reshape(self.values.shape)
 
     def made_again(self, threads: int | None) -> bool:
         """Whether the bytes are the source's own, or what round-to-nearest makes of its values."""

@@ -65,11 +65,15 @@ void Model::multiply(const std::vector<Product>& products, Part part) {
   const Stopwatch::Lap lap(stopwatch, part);
   int64_t n_tiles = 0;
   for (const Product& p : products) n_tiles += p.linear->weight.n_tiles();
-  // Several chunks a thread even out a busy core; whole fours of tiles suit the kernels.
-  const int64_t chunk = std::max<int64_t>(4, pad_to(n_tiles / (pool_.n_threads() * 8) + 1, 4));
-  pool_.run((n_tiles + chunk - 1) / chunk, [&](int64_t task, int thread) {
+  // Whole fours of tiles suit the kernels. Long chunks first, as a thread then streams through memory; the rest by fours,
+  // which evens out a busy core.
+  const int64_t chunk = pad_to(n_tiles / (pool_.n_threads() * 8) + 1, 4);
+  const int64_t n_long = n_tiles * 3 / 4 / chunk, rest = n_long * chunk;
+  pool_.run(n_long + (n_tiles - rest + 3) / 4, [&](int64_t task, int thread) {
     char* scratch = scratch_.as<char>() + kScratchBytes * static_cast<size_t>(thread);
-    int64_t begin = task * chunk, end = std::min(n_tiles, begin + chunk), first = 0;
+    const int64_t begin = task < n_long ? task * chunk : rest + (task - n_long) * 4;
+    const int64_t end = std::min(n_tiles, begin + (task < n_long ? chunk : 4));
+    int64_t first = 0;
     for (const Product& p : products) {
       const int64_t n = p.linear->weight.n_tiles();
       const int64_t from = std::max(begin, first), to = std::min(end, first + n);
