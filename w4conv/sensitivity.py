@@ -9,7 +9,8 @@ times how much matrices of that place have been found to matter (PLACE_WEIGHTS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.calibration import READS
+from w4conv.errors import InputError
 from w4conv.measure.divergence import log_softmax
 from w4conv.measure.layer_errors import relative_error
 from w4conv.models.spec import ModelSpec, TensorSpec
@@ -87,6 +89,8 @@ class Sensitivity:
             for name, error in alone.items():
                 losses[name] = found[layer] * error / whole if whole > 0 else 0.0
         losses |= {t.name: found[t.part] for t in ends}
+        if not np.isfinite(list(losses.values())).all():
+            raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
         return {
             name: tuple(losses[name] * (e / errors[name][0] if errors[name][0] > 0 else 0.0) for e in errors[name])
             for name in losses
@@ -95,7 +99,8 @@ class Sensitivity:
     def _coded(self, t: TensorSpec) -> Matrix:
         """With the smallest scheme of the menu."""
         scheme, stored = self._menu[0], self._source.tensors[t.name]
-        packed = kernels.quantize_rtn(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
+        with self._told(t):
+            packed = kernels.quantize_rtn(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
         parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
         return scheme, (t.shape[0], t.shape[1]), parts
 
@@ -108,9 +113,20 @@ class Sensitivity:
             w = codes.bf16_to_f32(values.view(np.uint16)) if bf16 else values.astype(np.float32)
             signal += _weighted(w, weights)
             for i, scheme in enumerate(self._menu):
-                noise[i] += _weighted(_nearest(w, scheme, self._threads) - w, weights)
+                with self._told(t):
+                    noise[i] += _weighted(_nearest(w, scheme, self._threads) - w, weights)
         self._advance(self._source.tensors[t.name].nbytes or int(np.prod(t.shape)) * 2, t.name)
         return tuple((noise / signal).tolist()) if signal > 0 else (0.0,) * len(self._menu)
+
+    @contextmanager
+    def _told(self, t: TensorSpec) -> Iterator[None]:
+        try:
+            yield
+        except kernels.BadValueError as error:
+            raise InputError(
+                f"{self._source.path}: {t.name}: {error.reason}. Fetch the checkpoint again; if it is so at its "
+                "origin, it is broken"
+            ) from None
 
     def _samples(self, t: TensorSpec) -> list[npt.NDArray[np.generic]]:
         """Runs of rows spread over a matrix, or over some matrices of a stack."""

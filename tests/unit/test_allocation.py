@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from helpers import make_llama_dir
 from w4conv import sensitivity
 from w4conv.container import open_container
 from w4conv.convert import ConversionReport, quantize
-from w4conv.errors import UsageError
+from w4conv.errors import InputError, UsageError
 from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.runtime.engine import Model
 from w4conv.scheme import int4
@@ -132,6 +133,17 @@ def test_a_recipe_comes_first(model: Path, tmp_path: Path) -> None:
     file.write_text('[tensors]\n"*" = {group = 32}\n')
     with pytest.raises(UsageError, match="nothing to choose"):
         quantize(model, tmp_path / "out.w4", target_bpw=5, recipe=str(file))
+
+
+def test_a_broken_source_is_named(tmp_path: Path) -> None:
+    broken = make_llama_dir(tmp_path / "model", dtype="F32", layers=1)
+    raw = bytearray((broken / "model.safetensors").read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    offsets = json.loads(raw[8:start])[DOWN.format(0)]["data_offsets"]
+    raw[start + offsets[0] : start + offsets[0] + 4] = np.float32("nan").tobytes()
+    (broken / "model.safetensors").write_bytes(raw)
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.down_proj\.weight: NaN"):
+        quantize(broken, tmp_path / "out.w4", target_bpw=6)
 
 
 def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
