@@ -128,6 +128,9 @@ def test_highest_ids_without_parsing_the_whole() -> None:
     tokenizer.add_special_tokens([AddedToken('"vocab": {"x": 999}'), AddedToken('"added_tokens": [')])
     n = tokenizer.get_vocab_size()
     assert highest_ids(tokenizer.to_str(pretty=True).encode()) == (n - 3, n - 1)
+    assert "</s>" in json.loads(tokenizer.to_str())["model"]["vocab"], "a token may be in both"
+    small = {"added_tokens": [{"id": 3}], "model": {"vocab": {"a": 0, "b": 3}}}
+    assert highest_ids(json.dumps(small).encode()) == (0, 3)
     unigram = Reference(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
     assert highest_ids(unigram.to_str().encode()) == (1, -1)
     for nonsense in (b"", b"{", b'{"vocab": [', b'"vocab": {"a": "b"}', b"\xff"):
