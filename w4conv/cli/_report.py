@@ -95,7 +95,7 @@ def roofline(report: BenchReport, *, alone: bool = False) -> str:
     chart.line([(start, start * read), (max(peaks) / read, max(peaks))], "roof")
     for peak, kind in _distinct(peaks):
         chart.line([(peak / read, peak), (x.high, peak)], "roof" if peak == max(peaks) else "roof dashed")
-        chart.text(x.high, peak, f"{kind} dot products, {peak:.0f} GMAC/s", dx=-4, dy=-6, anchor="end")
+        chart.text(peak / read, peak, f"{kind} dot products, {peak:.0f} GMAC/s", dx=8, dy=-6)
     knee = max(peaks) / read
     chart.text(knee / 2, max(peaks) / 2, f"plain read, {read:.1f} GB/s", dx=-10, anchor="end")
     for i, (row, name) in enumerate(zip(rows, labels(report), strict=True)):

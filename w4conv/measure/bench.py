@@ -241,10 +241,14 @@ class _Run:
         self._counters = counters
         tokens = np.random.default_rng(0).integers(0, model.spec.vocab_size, n_prompt + n_tokens)
         self._prompt, self._answer = tokens[:n_prompt], tokens[n_prompt:]
-        linear = [t for t in model.spec.tensors() if t.role == "linear"]
-        self._linear_macs = sum(math.prod(t.shape) for t in linear)
-        self._head_macs = model.spec.vocab_size * model.spec.hidden_size
-        self._floats = all(model.container.tensors[t.name].scheme.is_float for t in linear)
+        spec, stored = model.spec, model.container.tensors
+        linear = [t for t in spec.tensors() if t.role in ("linear", "router")]
+        self._linear_macs = sum(spec.used_by_token(t, math.prod(t.shape)) for t in linear)
+        self._head_macs = spec.vocab_size * spec.hidden_size
+        # All experts, as the tokens of a pass spread over them.
+        whole = [t for t in spec.tensors() if t.role != "embedding" or spec.tied_head]
+        self._pass_nbytes = sum(part.nbytes for t in whole for part in stored[t.name].parts)
+        self._floats = all(stored[t.name].scheme.is_float for t in linear)
 
     def measure(self) -> _Round:
         model, session = self.model, self.model.session()
@@ -307,7 +311,7 @@ class _Run:
             tokens_per_second=Rate.of([n / r.prefill_seconds for r in self.rounds]),
             gmacs=Rate.of(gmacs),
             peak_share=Rate.of([g / r.peak_gmacs for g, r in zip(gmacs, self.rounds, strict=True)]),
-            macs_per_byte=macs / (passes * self.model.bytes_per_token),
+            macs_per_byte=macs / (passes * self._pass_nbytes),
             parts={part: s / n * 1e3 for part, s in self._prefill_parts.items()},
             counters=_per_token([r.prefill_counts for r in self.rounds], n),
         )

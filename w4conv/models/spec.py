@@ -137,6 +137,15 @@ class ModelSpec:
         out += self._experts(layer) if self.routed(layer) else self._mlp(layer)
         return out + self._norm(layer, "mlp_out_norm")
 
+    def used_by_token(self, tensor: TensorSpec, amount: int) -> int:
+        """Of `amount` elements or bytes of a tensor, those that decoding one token reads: of experts those that it goes
+        to, one row of an embedding that is no head."""
+        if tensor.role == "embedding" and not self.tied_head:
+            return amount // self.vocab_size
+        if self.experts is not None and (tensor.expert is not None or len(tensor.shape) == 3):
+            return amount * self.experts.n_per_token // self.experts.n_experts
+        return amount
+
     def routed(self, layer: int) -> bool:
         """Whether the layer's feed-forward part is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]

@@ -151,14 +151,9 @@ class Model:
         """Weight bytes that decoding one token reads: layers, norms and head whole, of experts those that a token goes
         to, one row of the embedding."""
         total = 0
-        experts = self.spec.experts
         for tensor in self.spec.tensors():
             nbytes = sum(part.nbytes for part in self.container.tensors[tensor.name].parts)
-            if tensor.role == "embedding" and not self.spec.tied_head:
-                nbytes //= self.spec.vocab_size
-            if experts is not None and (tensor.expert is not None or len(tensor.shape) == 3):
-                nbytes = nbytes * experts.n_per_token // experts.n_experts
-            total += nbytes
+            total += self.spec.used_by_token(tensor, nbytes)
         return total
 
     def restart_stopwatch(self) -> None:

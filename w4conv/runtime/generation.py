@@ -124,15 +124,15 @@ def generate_text(
 
 
 def resident_memory() -> dict[str, int] | None:
-    """Resident bytes of this process: "file" (mapped files, shared and reclaimable) and "anonymous". None off Linux."""
+    """Resident bytes of this process: "file" (mapped files, those in memory file systems too) and "anonymous". None off
+    Linux."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     try:
-        return {
-            kind: int(fields[key].split()[0]) * 1024 for kind, key in (("file", "RssFile"), ("anonymous", "RssAnon"))
-        }
+        file, shared, anonymous = (int(fields[name].split()[0]) * 1024 for name in ("RssFile", "RssShmem", "RssAnon"))
     except (KeyError, ValueError):
         return None
+    return {"file": file + shared, "anonymous": anonymous}
