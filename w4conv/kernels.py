@@ -154,7 +154,7 @@ class DistortionSums(NamedTuple):
 
 
 def distortion_sums(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> DistortionSums:
-    """x, y: (n_rows, n_columns), with one column or more. The order of the sums is the same everywhere: dequantize.h."""
+    """x, y: (n_rows, n_columns), with one column or more. The order of the sums is fixed: dequantize.h."""
     n_groups = -(-x.shape[1] // group_size)
     signal, noise, cross = (np.empty((len(x), n_groups)) for _ in range(3))
     pool = _pool(threads or default_threads())
