@@ -83,12 +83,16 @@ def read_calibration(
     return CalibrationText(blake3(text.content.encode()).hexdigest(), sequences)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Seen:
-    """Of one place. lack: of the rows that a norm gives, for places in NORMED; else of the hidden rows."""
+    """Of one place; inputs are tuned to the first matrix that reads it.
+
+    lack: of the rows that a norm gives, for places in NORMED; else of the hidden rows.
+    """
 
     inputs: Inputs
     lack: Lack
+    tuned: bool = False
 
 
 class Calibrator:
@@ -229,6 +233,8 @@ class Calibrator:
         lack = seen.lack.of(w, threads=self._threads) if of_inputs else seen.lack
         scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
         try:
+            if not seen.tuned and "gptq" in METHODS[method]:
+                seen.inputs, seen.tuned = seen.inputs.tuned(w, scheme, lack), True
             return solve(w, seen.inputs, scheme, method, lack=lack, threads=self._threads)
         except ScaleError as error:
             raise self._bad(t.name, error, row + error.row) from None

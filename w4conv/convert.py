@@ -24,7 +24,7 @@ from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.allocation import MENU, Item, allocate
-from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS, Solution
+from w4conv.quantization.calibrated import DAMPING_PERCENTS, METHODS, Solution
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated, make_recipe, read_rules
 from w4conv.runtime.tokenizer import highest_ids
@@ -480,7 +480,7 @@ class _Conversion:
         if self._target is not None:
             record["target_bpw"] = str(self._target)
         if self._text is not None:
-            record["calibration"] = self._text.record() | {"damping_percent": DAMPING_PERCENT}
+            record["calibration"] = self._text.record() | {"damping_percents": list(DAMPING_PERCENTS)}
         return record
 
     def write(

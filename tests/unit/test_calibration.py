@@ -102,6 +102,25 @@ def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
     assert solve(w, misleading, int4(32), "gptq").error <= rtn.error
 
 
+def test_damping_is_tuned_to_the_tokens_held_out() -> None:
+    """Few tokens for many columns ask for more of it."""
+    rng = np.random.default_rng(6)
+    w = rng.standard_normal((16, 96)).astype(np.float32)
+    mix = rng.standard_normal((96, 96)) / 10 + np.eye(96)
+    chosen = {}
+    for n in (60, 60000):
+        fit, held_out = (rng.standard_normal((m, 96)) @ mix for m in (n, 20000))
+        inputs = Inputs(fit.T @ fit / n, held_out.T @ held_out / 20000)
+        tuned = inputs.tuned(w, int4(32), None)
+        chosen[n] = tuned.damping_percent
+        losses = {}
+        for percent in calibrated.DAMPING_PERCENTS:
+            damped = Inputs(inputs.fit, inputs.held_out, damping_percent=percent)
+            losses[percent] = solve(w, damped, int4(32), "gptq").error
+        assert losses[chosen[n]] == min(losses.values())
+    assert chosen[60] > chosen[60000]
+
+
 def test_channels_that_are_never_active() -> None:
     w, inputs, _ = problem(16, 64)
     for h in (inputs.fit, inputs.held_out):
@@ -154,7 +173,7 @@ def test_record_and_report(model: Path, text: Path, tmp_path: Path) -> None:
             "tokens": 512,
             "ctx": 32,
             "held_out_sequences": 2,
-            "damping_percent": calibrated.DAMPING_PERCENT,
+            "damping_percents": [10, 30, 100],
         }
     planned = quantize(model, tmp_path / "p.w4", calibration=text, dry_run=True, **SMALL)
     assert planned.output_nbytes == report.output_nbytes

@@ -32,7 +32,10 @@ METHODS: Final = {
     "gptq": ("rtn", "gptq"),
     "best": ("rtn", "search", "gptq"),
 }
-DAMPING_PERCENT: Final = 10  # of the diagonal's mean, added to the diagonal; ten times as much after each failure
+# Of the diagonal's mean, added to the diagonal; ten times as much after each failure. What is best depends on how many
+# tokens there are for each column, so it is tried out.
+DAMPING_PERCENTS: Final = (10, 30, 100)
+TUNED_ROWS: Final = 128  # of a matrix, on which that is done
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
 MULTIPLIERS: Final = tuple(sign * (100 - 5 * i) / 100 for i in range(9) for sign in (1, -1))
 REFINEMENTS: Final = 2  # rounds, after which little is to be gained
@@ -50,9 +53,11 @@ class ScaleError(ValueError):
 class Inputs:
     """Second moments of the inputs of some matrices, and what follows from them alone."""
 
-    def __init__(self, fit: F64Array, held_out: F64Array, *, threads: int | None = None) -> None:
+    def __init__(
+        self, fit: F64Array, held_out: F64Array, *, damping_percent: int = 30, threads: int | None = None
+    ) -> None:
         """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by."""
-        self.fit, self.held_out = fit, held_out
+        self.fit, self.held_out, self.damping_percent = fit, held_out, damping_percent
         # Of columns: the largest mean square last, which is rounded first.
         self.order = np.argsort(np.diag(fit), kind="stable")
         self._threads = threads
@@ -60,7 +65,7 @@ class Inputs:
     @functools.cached_property
     def damped(self) -> F64Array:
         """`fit` with damping; channels that were never active get the mean as their own."""
-        return damp(self.fit, threads=self._threads)
+        return damp(self.fit, self.damping_percent, threads=self._threads)
 
     @functools.cached_property
     def factor(self) -> tuple[F32Array, F32Array]:
@@ -74,6 +79,17 @@ class Inputs:
         lengths = np.diag(a).copy()
         a /= lengths
         return a.astype(np.float32), np.square(lengths).astype(np.float32)
+
+    def tuned(self, w: F32Array, scheme: QuantScheme, lack: Lack | None) -> Inputs:
+        """With the damping that serves some rows of w best on the tokens held out."""
+        rows = _spread(len(w), TUNED_ROWS)
+        best, least = self, np.inf
+        for percent in DAMPING_PERCENTS:
+            other = Inputs(self.fit, self.held_out, damping_percent=percent, threads=self._threads)
+            problem = _Problem(w[rows], other, lack and lack.at(rows), scheme, self._threads)
+            if (loss := problem.loss(problem.run("gptq"))) < least:
+                best, least = other, loss
+        return best
 
     def solve(self, b: F32Array) -> F32Array:
         """x of x (fit + damping) = b, rows of (n_rows, n_columns)."""
@@ -97,6 +113,9 @@ class Lack:
 
     fit: F32Array
     held_out: F32Array
+
+    def at(self, rows: npt.NDArray[np.intp]) -> Lack:
+        return Lack(self.fit[rows], self.held_out[rows])
 
     def of(self, w: F32Array, *, threads: int | None = None) -> Lack:
         """For the outputs of w, if this is for what w reads: (n_columns, n_columns)."""
@@ -164,8 +183,7 @@ class _Problem:
     ) -> None:
         self._w, self._inputs, self._lack, self._scheme, self._threads = w, inputs, lack, scheme, threads
         n_rows, n = w.shape
-        n_judged = min(n_rows, JUDGED_ROWS)
-        self._judged = np.arange(n_judged) * n_rows // n_judged
+        self._judged = _spread(n_rows, JUDGED_ROWS)
         self._size = min(scheme.group_size or n, n)
         self._group = (np.arange(n) // self._size).astype(np.int32)
 
@@ -244,11 +262,11 @@ class _Problem:
         return np.repeat(scales.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
 
 
-def damp(h: F64Array, *, threads: int | None = None) -> F64Array:
+def damp(h: F64Array, percent: int, *, threads: int | None = None) -> F64Array:
     """h plus so much of its diagonal's mean that it has a Cholesky factor; the mean alone where the diagonal is 0."""
     diagonal = np.diag(h)
     mean = float(diagonal.mean()) or 1.0
-    damping = mean * DAMPING_PERCENT / 100
+    damping = mean * percent / 100
     while True:
         out = h.copy()
         np.fill_diagonal(out, diagonal + np.where(diagonal > 0, damping, mean))
@@ -266,6 +284,12 @@ def output_error(e: F32Array, h: F64Array, *, threads: int | None = None) -> flo
 def _sum(values: F64Array) -> float:
     """Of a matrix, in a fixed order: cumsum adds in order, sum as it likes."""
     return float(np.cumsum(np.cumsum(values, axis=1)[:, -1])[-1])
+
+
+def _spread(n_rows: int, n: int) -> npt.NDArray[np.intp]:
+    """At most n rows of so many."""
+    n = min(n, n_rows)
+    return np.arange(n) * n_rows // n
 
 
 def tiled(w: F32Array) -> F32Array:
