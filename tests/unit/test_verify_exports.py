@@ -53,7 +53,7 @@ def test_settings_of_llama3_survive_gguf(tmp_path: Path) -> None:
 
 
 def test_the_scale_of_gemma_s_embedding_survives_gguf(tmp_path: Path) -> None:
-    """It is rounded to the type of the weights, which GGUF does not record; another scale is noticed."""
+    """It is rounded to the type of the weights, which GGUF does not record; another scale is noticed. Norms too."""
     made = make_llama_dir(tmp_path / "in", dtype="F32", hidden=128, head_dim=32, inner=256, tied=True)
     norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
     raw = packed.load(made) | {
@@ -65,9 +65,12 @@ def test_the_scale_of_gemma_s_embedding_survives_gguf(tmp_path: Path) -> None:
     settings |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "sliding_window": 64}
     (made / "config.json").write_text(json.dumps(settings))
     w4conv.quantize(made, tmp_path / "m.w4", group_size=32)
-    export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    made_of = export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     report = w4conv.verify(tmp_path / "m.gguf", against=tmp_path / "m.w4")
     assert report.ok, report.failures
+    assert made_of.exact is False, "norms are stored with 1 added, which rounds these"
+    assert report.round_trip is not None
+    assert report.round_trip.notes == ("5 tensors are rounded, as 1 is added to norms in F32",)
     assert _alike(11.3125, 11.3137, GGUF_ROUNDED["embedding_scale"])
     assert not _alike(11.3125, 12.0, GGUF_ROUNDED["embedding_scale"])
 

@@ -119,7 +119,7 @@ class FloatWriter:
     ) -> Exported:
         """The whole tensor dequantized. order: rows of the container in the order of the output, or None. offset: added
         to a vector's values."""
-        rounding = None if self.dtype in ("f32", info.scheme.kind) else Rounding()
+        rounding = None if self.dtype in ("f32", info.scheme.kind) and not offset else Rounding()
         word = FLOAT_WORDS[self.dtype]
         nbytes = info.n_values * self.itemsize
         output = Output(
@@ -131,7 +131,10 @@ class FloatWriter:
         self, info: TensorInfo, order: npt.NDArray[np.int64] | None, offset: float, rounding: Rounding | None
     ) -> Iterator[Array]:
         if len(info.shape) < 2 or order is not None:
-            values = self.model.container.dequantize(info.name) + np.float32(offset)
+            before = self.model.container.dequantize(info.name)
+            values = before + np.float32(offset)
+            if rounding is not None and offset:
+                rounding.add(before, values - np.float32(offset))
             yield self._rounded(info, values if order is None else values[order], rounding)
             return
         for rows in row_blocks(info):

@@ -20,6 +20,7 @@ from w4conv.models import parse_config
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
+from w4conv.sources.gguf_architectures import BY_FAMILY
 
 METHOD: Final = "export"
 # GGUF has one name for families that compute alike, and no place for some windows; the exporter says so.
@@ -33,8 +34,12 @@ F32Array = npt.NDArray[np.float32]
 
 
 def compare_export(container: Container, source: Source, progress: Progress) -> tuple[RoundTrip, list[str]]:
-    """(comparison, failures). A tensor holds when its values are the container's, or those rounded to nearest in the
-    F16 or BF16 that it is stored in. Raises InputError when `source` is not of the container's model at all."""
+    """(comparison, failures).
+
+    A tensor holds when its values are the container's, or those rounded to nearest in the F16 or BF16 that it is stored
+    in, or of a norm that GGUF stores with 1 added, those after that. Raises InputError when `source` is not of the
+    container's model at all.
+    """
     where = f"{source.path} is no export of {container.path}"
     for name, info in container.tensors.items():
         found = source.tensors.get(name)
@@ -44,23 +49,27 @@ def compare_export(container: Container, source: Source, progress: Progress) -> 
     failures = list(_settings(container, source))
     overall, quantized = DistortionMeter(), DistortionMeter()
     tensors = []
+    offset = np.float32(_norm_offset(container) if source.kind == "gguf" else 0.0)
     rounded: dict[str, list[str]] = {}
     progress.start(sum(info.nbytes for info in container.tensors.values()))
     for name, info in container.tensors.items():
         stored = source.tensors[name]
         meter = DistortionMeter(info.scheme.group_size)
         exact = fits = True
+        is_norm = info.name.endswith("norm.weight")
         for rows in _row_blocks(info.shape):
             ours = _matrix(container.dequantize(name, rows))
             theirs = _matrix(_f32(source.read(name, rows), stored.dtype))
             meter.add(ours, theirs)
             exact = exact and np.array_equal(ours, theirs)
-            fits = fits and np.array_equal(_rounded(ours, stored.dtype), theirs)
+            expected = (ours + offset) - offset if offset and is_norm else _rounded(ours, stored.dtype)
+            fits = fits and np.array_equal(expected, theirs)
         overall.merge(meter)
         if not info.scheme.is_float:
             quantized.merge(meter)
         if fits and not exact:
-            rounded.setdefault(f"{info.scheme} to {stored.stored_as}", []).append(name)
+            how = f"as 1 is added to norms in {stored.stored_as}" if offset and is_norm else ""
+            rounded.setdefault(how or f"{info.scheme} to {stored.stored_as}", []).append(name)
         tensors.append(TensorRoundTrip(name, stored.stored_as, fits, meter.result()))
         progress.advance(info.nbytes, name)
     wrong = [t.name for t in tensors if not t.same_codes]
@@ -84,6 +93,12 @@ def compare_export(container: Container, source: Source, progress: Progress) -> 
         ),
         failures,
     )
+
+
+def _norm_offset(container: Container) -> float:
+    """What the norms of the model have over ours in a GGUF file, in float32, which may cost them their last bits."""
+    architecture = BY_FAMILY.get(parse_config(json.loads(container.blobs["config.json"])).family)
+    return architecture.norm_offset if architecture else 0.0
 
 
 def _settings(container: Container, source: Source) -> Iterator[str]:
