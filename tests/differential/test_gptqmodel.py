@@ -108,3 +108,32 @@ def test_import(tmp_path: Path, symmetric: bool, act_order: bool) -> None:
             coding = source.tensors[name].coding
             assert (coding.kind if coding else None) == kind
             assert np.array_equal(source.read(name).astype(np.float16), value), name
+
+
+@pytest.mark.parametrize("layout", ["auto_round", "auto_awq"])
+def test_auto_round(tmp_path: Path, layout: str) -> None:
+    """What AutoRound writes, in GPTQModel, by itself or by transformers, and in ours."""
+    auto_round = pytest.importorskip("auto_round", reason="auto-round is the writer; `make test-peers` installs it")
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
+    source = make_llama_dir(tmp_path / "in", **SHAPE | {"head_dim": None})
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    # Without iterations and with zero points it asks for no calibration text.
+    rounder = auto_round.AutoRound(model, tokenizer, bits=4, group_size=32, sym=False, iters=0, device_map="cpu")
+    rounder.quantize_and_save(str(tmp_path / "out"), format=layout)
+    (directory,) = (path.parent for path in (tmp_path / "out").rglob("config.json"))
+    w4conv.quantize(directory, tmp_path / "m.w4")
+    assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
+    if layout == "auto_awq":
+        loaded = load(directory, "TORCH_AWQ")
+    else:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float16, device_map="cpu")
+    n_compared = 0
+    with open_source(directory) as opened, open_container(tmp_path / "m.w4") as container:
+        assert opened.kind == {"auto_round": "auto-round", "auto_awq": "awq"}[layout]
+        for name, module in loaded.named_modules():
+            if hasattr(module, "qweight"):
+                assert container.tensors[f"{name}.weight"].scheme.kind == "int4z"
+                assert np.array_equal(opened.read(f"{name}.weight").astype(np.float16), theirs(module)), name
+                n_compared += 1
+    assert n_compared == 7

@@ -30,6 +30,7 @@ class Row(NamedTuple):
 
 # Those of the last run of everything; `make test` and `make test-peers` take what is current.
 CHECKED = {
+    "auto-round": "0.16.1",
     "bitsandbytes": "0.50.2",
     "compressed-tensors": "0.20.1",
     "gguf": "0.19",
@@ -47,7 +48,7 @@ ROWS = (
         "Q4_0, Q8_0, MXFP4; Q4_1 of whole offsets", ("llama-cpp-python", "gguf")),
     Row("GPTQ", ("gptq",), "gptq", "4 and 8 bits, both versions", "4 bits", "columns in order", ("gptqmodel",)),
     Row("AWQ, GEMM", ("awq",), "awq", "4 bits", "4 bits", "always", ("gptqmodel",)),
-    Row("AutoRound", ("auto-round",), None, "in the two layouts above", "-", "as these", ()),
+    Row("AutoRound", ("auto-round",), None, "in the two layouts above", "-", "as these", ("auto-round",)),
     Row("compressed-tensors", ("compressed-tensors",), "compressed-tensors", "4 and 8 bits, FP8", "4 and 8 bits",
         "integers", ("compressed-tensors", "transformers")),
     Row("MLX, affine", ("mlx",), "mlx", "4 and 8 bits", "4 and 8 bits", "offsets that are whole scales", ("mlx",)),
