@@ -159,6 +159,8 @@ def statistics(model: Model, g: Generation) -> dict[str, Any]:
 
 
 def stats_text(s: dict[str, Any], finish: str) -> str:
+    from w4conv.kernels import allowed_cpus
+
     decoded = f"{s['decoded_tokens']} tokens"
     speed = "nothing decoded"
     if s["decode_tokens_per_second"] is not None:
@@ -181,6 +183,7 @@ def stats_text(s: dict[str, Any], finish: str) -> str:
             ("weights read", f"{_output.nbytes(s['weight_bytes_per_token'])}/token, {speed}"),
             ("memory", memory),
             ("engine", f"{s['isa']}, {s['threads']} threads, {s['activations']} activations"),
+            ("may use", str(allowed_cpus())),
             ("ended by", finish),
         ]
     )
