@@ -16,6 +16,7 @@ from w4conv.cli._svg import Axis, Chart
 from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.measure.bench import BenchReport, bench
+from w4conv.models import parse_config
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAME = "a & <b> w4a16"
@@ -104,6 +105,42 @@ def test_points_lie_where_the_figures_say(report: BenchReport) -> None:
     below = math.log(row.decode.gmacs.median / (row.decode.macs_per_byte * row.ceiling_gbs.median))
     roof = y1 + per_log * (math.log(row.decode.macs_per_byte) - math.log(knee))
     assert float(str(circle.get("cy"))) == pytest.approx(roof + per_log * below, abs=0.5)
+
+
+def test_multiplications_and_bytes_are_those_of_the_shapes(report: BenchReport) -> None:
+    """A Llama of hidden size 64: 4 heads and 2 KV heads of 16, 96 inner, 2 layers, 300 tokens, head apart."""
+    shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)] * 2
+    linear = sum(n * k for n, k in shapes)
+    head = 300 * 64
+    prefill, decode = report.rows[0].prefill, report.rows[0].decode
+    assert decode.gmacs.high * decode.ms_per_token.low * 1e6 == pytest.approx(linear + head)
+    assert prefill.gmacs.high * prefill.seconds.low * 1e9 == pytest.approx(20 * linear + head)
+    # int4 in groups of 32 with an FP16 scale each; the head int8, its rows padded to a multiple of 16
+    coded = sum(n * k // 2 + n * k // 32 * 2 for n, k in shapes)
+    head_nbytes = 304 * 64 + 304 * 2 * 2
+    nbytes = decode.weight_nbytes - coded - head_nbytes
+    norms, row = 5 * 64 * 2, head_nbytes // 300
+    assert nbytes in (norms + row, 2 * norms + row), "norms of two or four bytes, one row of the embedding"
+    assert decode.macs_per_byte == pytest.approx((linear + head) / decode.weight_nbytes)
+    assert prefill.macs_per_byte == pytest.approx((20 * linear + head) / (decode.weight_nbytes - row))
+
+
+@pytest.mark.parametrize(("tied", "share"), [(True, 1), (False, 1 / 32000)])
+def test_a_token_uses_its_experts_and_one_row_of_the_embedding(tied: bool, share: float) -> None:
+    config = {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32000, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": tied,
+        "sliding_window": None,
+    }  # fmt: skip
+    spec = parse_config(config)
+    used = {t.name: spec.used_by_token(t, 64000) for t in spec.tensors()}
+    experts = [n for name, n in used.items() if "experts" in name]
+    assert len(experts) == 24
+    assert set(experts) == {16000}
+    (embedding,) = (n for name, n in used.items() if "embed_tokens" in name)
+    assert embedding == 64000 * share
+    assert sum(n == 64000 for n in used.values()) == len(used) - 24 - (not tied)
 
 
 def test_context_is_measured_at_powers_of_two_and_its_end(report: BenchReport) -> None:
