@@ -70,6 +70,7 @@ def test_memory_controllers_are_found_as_sysfs_describes_them(tmp_path: Path) ->
     [
         (AllowedCpus(8, 8, None), 8, 8),
         (AllowedCpus(8, 4, None), 4, 8),  # two threads a core
+        (AllowedCpus(8, 4, 6.0), 4, 6),
         (AllowedCpus(8, 8, 2.5), 2, 3),
         (AllowedCpus(8, 8, 0.5), 1, 1),
         (AllowedCpus(2, 2, 16.0), 2, 2),

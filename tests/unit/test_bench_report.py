@@ -160,6 +160,11 @@ def test_ticks_are_round_numbers_within_the_axis(axis: Axis, ticks: list[float])
     assert axis.ticks() == pytest.approx(ticks)
 
 
+@pytest.mark.parametrize(("axis", "middle"), [(Axis("", 2, 8), 5), (Axis("", 2, 8, log=True), 4)])
+def test_an_axis_runs_from_0_to_1(axis: Axis, middle: float) -> None:
+    assert [axis.place(value) for value in (2, middle, 8)] == pytest.approx([0, 0.5, 1])
+
+
 def test_a_long_legend_takes_more_lines() -> None:
     axis = Axis("", 0, 1)
     short, long = (Chart(axis, axis, [("c0", "n" * n)] * 3) for n in (5, 60))
