@@ -102,6 +102,8 @@ def provenance_facts(provenance: Mapping[str, Any]) -> Iterable[tuple[str, str]]
     recipe = provenance.get("recipe")
     if isinstance(recipe, list):
         words.append(f"a recipe of {len(recipe)} patterns")
+    if "target_bpw" in provenance:
+        words.append(f"at most {provenance['target_bpw']} bits a weight")
     yield "made by", ", ".join(words) or "unknown"
     source = provenance.get("source")
     if isinstance(source, Mapping):
