@@ -30,9 +30,9 @@ from w4conv.sources import Source, open_source
 class PerplexityReport:
     """A perplexity and everything it depends on.
 
-    text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. activations: of the
-    container's model. source, increase: the source in the same run, and how far the container's perplexity lies above.
-    divergence and layers: from the source, errors of the layers, if asked.
+    text_tokens: of the whole text, BOS included; n_windows and n_scored: what was measured of it. activations, kv: of
+    the container's model. source, increase: the source in the same run, and how far the container's perplexity lies
+    above. divergence and layers: from the source, errors of the layers, if asked.
     """
 
     text: str
@@ -44,6 +44,7 @@ class PerplexityReport:
     n_windows: int
     n_scored: int
     activations: str
+    kv: str
     container: Estimate
     source: Estimate | None
     increase: Increase | None
@@ -84,6 +85,7 @@ def verify(
     max_ppl_increase: float | str | None = None,
     min_sqnr: float | None = None,
     activations: str = "int16",
+    kv: str = "f16",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -101,6 +103,7 @@ def verify(
     max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
     min_sqnr: dB that every tensor must reach.
     activations: with which the container's model runs, "int16" or "int8" (docs/numerics.md 2).
+    kv: how that model keeps keys and values, "f16", "int8" or "f32" (docs/numerics.md 5).
 
     Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
@@ -109,10 +112,10 @@ def verify(
     if kld and against is None:
         raise UsageError("divergence and errors of layers are those from the source: name it with --against")
     ppl = ppl or kld
-    measuring = (text, ctx, convention, chunks, max_ppl_increase, None if activations == "int16" else activations)
-    if not ppl and any(option is not None for option in measuring):
+    measuring = any(option is not None for option in (text, ctx, convention, chunks, max_ppl_increase))
+    if not ppl and (measuring or activations != "int16" or kv != "f16"):
         raise UsageError(
-            "text, ctx, convention, chunks, activations and max-ppl-increase say how perplexity is measured: "
+            "text, ctx, convention, chunks, activations, kv and max-ppl-increase say how perplexity is measured: "
             "add --ppl or --kld"
         )
     if against is None and (max_ppl_increase is not None or min_sqnr is not None):
@@ -145,7 +148,7 @@ def verify(
             return report([str(error)], intact=False)
         measurement = None
         if ppl:  # before the longer work, so that a missing or short text is told at once
-            measurement = _Measurement(container, text, convention, ctx, chunks, activations, threads)
+            measurement = _Measurement(container, text, convention, ctx, chunks, activations, kv, threads)
         round_trip = perplexity = None
         failures: list[str] = []
         if against is not None:
@@ -200,12 +203,12 @@ class _Measurement:
 
     def __init__(
         self, container: Container, text: str | os.PathLike[str] | None, convention: str | None, ctx: int | None,
-        chunks: int | None, activations: str, threads: int | None,
+        chunks: int | None, activations: str, kv: str, threads: int | None,
     ) -> None:  # fmt: skip
-        self._container, self._activations, self._threads = container, activations, threads
+        self._container, self._activations, self._kv, self._threads = container, activations, kv, threads
         convention, self._ctx = settle(convention, ctx)
         refuse_to_run(container.path, container.provenance)
-        with Model(container, threads=threads, ctx=self._ctx, activations=activations):
+        with Model(container, threads=threads, ctx=self._ctx, kv=kv, activations=activations):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
         self._cut = cut_text(container, text, convention=convention, ctx=self._ctx, chunks=chunks)
         self._windows = self._cut.windows
@@ -221,8 +224,8 @@ class _Measurement:
             with _open_against(self._container, against) as source:
                 base = LayeredSource(source, threads=self._threads)
                 if kld:
-                    models = [LayeredContainer(self._container, activations=self._activations), base]
-                    compared = compare_models(self._scored(models, progress, errors), self._windows)
+                    ours_layered = LayeredContainer(self._container, activations=self._activations, kv=self._kv)
+                    compared = compare_models(self._scored([ours_layered, base], progress, errors), self._windows)
                     ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
                 else:
                     ours = self._nlls(progress)
@@ -237,6 +240,7 @@ class _Measurement:
             n_windows=len(self._windows.tokens),
             n_scored=self._windows.n_scored,
             activations=self._activations,
+            kv=self._kv,
             container=estimate(ours),
             source=None if theirs is None else estimate(theirs),
             increase=None if theirs is None else increase(ours, theirs),
@@ -252,7 +256,9 @@ class _Measurement:
 
     def _nlls(self, progress: Progress) -> F64Array:
         progress.start(self._windows.tokens.size)
-        with Model(self._container, threads=self._threads, ctx=self._ctx, activations=self._activations) as model:
+        with Model(
+            self._container, threads=self._threads, ctx=self._ctx, kv=self._kv, activations=self._activations
+        ) as model:
             return token_nlls(model, self._windows, advance=lambda n: progress.advance(n, "perplexity"))
 
 

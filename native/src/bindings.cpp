@@ -377,7 +377,7 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
   const auto n = static_cast<int64_t>(tokens.size()), n_out = static_cast<int64_t>(logits.shape(0));
   require_ready(m, session);
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
-  require(session.n_tokens + n <= session.n_positions(), "no room in the session");
+  require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
   require(m.model.embedding.is_there() && m.model.final_norm.n > 0, "no embedding or final norm");
   require(n_out == 1 || n_out == n, "logits: rows are neither 1 nor the number of tokens");
   require(static_cast<int64_t>(logits.shape(1)) == c.vocab_size, "logits: rows are not vocab_size long");
@@ -415,7 +415,7 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
   require(layer >= 0 && layer < c.n_layers(), "no such layer");
   require_ready(m, session);
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
-  require(session.n_tokens + n <= session.n_positions(), "no room in the session");
+  require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
   require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such place");
   const Capture capture{capture_rows(qkv, n, c.hidden_size), capture_rows(o, n, c.n_heads * c.head_dim),
@@ -424,7 +424,7 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
   const nb::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(m.turn);
   m.model.run_layer(layer, session, n, x.data(), capture);
-  if (layer + 1 == c.n_layers()) session.n_tokens += n;
+  if (layer + 1 == c.n_layers()) session.advance(n);
 }
 
 void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
@@ -501,9 +501,15 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
                 static_cast<int64_t>(multipliers.size()), top, scales.data(), errors.data());
 }
 
-void cut(Session& s, int64_t n) {
-  require(n >= 0 && n <= s.n_tokens, "a session can only be cut to fewer tokens");
-  s.n_tokens = n;
+bool cut(Session& s, int64_t n) {
+  require(n >= 0 && n <= s.n_tokens(), "a session can only be cut to fewer tokens");
+  return s.truncate(n);
+}
+
+KvConfig kv_config(int64_t n_positions, const std::string& kind, int64_t window) {
+  require(kind == "f16" || kind == "f32" || kind == "int8", "keys and values are f16, f32 or int8");
+  require(n_positions > 0 && n_positions < (int64_t{1} << 31) && window >= 0, "positions or window: out of range");
+  return {n_positions, kind == "f16" ? KvKind::kF16 : kind == "f32" ? KvKind::kF32 : KvKind::kInt8, window};
 }
 
 }  // namespace
@@ -550,7 +556,7 @@ NB_MODULE(_native, m) {
   m.def("multiply_registers", &multiply_registers, "pool"_a, "floats"_a);
 
   nb::class_<Session>(m, "Session")
-      .def_ro("n_tokens", &Session::n_tokens)
+      .def_prop_ro("n_tokens", &Session::n_tokens)
       .def_prop_ro("n_positions", &Session::n_positions)
       .def_rw("rope_offset", &Session::rope_offset)
       .def("truncate", &cut, "n_tokens"_a);
@@ -582,8 +588,17 @@ NB_MODULE(_native, m) {
       .def("set_sinks", &set_sinks, "layer"_a, "values"_a)
       .def("check_shapes", &check_shapes)
       .def(
-          "session", [](const BoundModel& b, int64_t n, bool wide) { return new Session(b.model.config(), n, wide); },
-          "n_positions"_a, "wide"_a, nb::rv_policy::take_ownership)
+          "session",
+          [](const BoundModel& b, int64_t n_positions, const std::string& kv, int64_t window) {
+            return new Session(b.model.config(), kv_config(n_positions, kv, window));
+          },
+          "n_positions"_a, "kv"_a, "window"_a = 0, nb::rv_policy::take_ownership)
+      .def(
+          "session_nbytes",
+          [](const BoundModel& b, int64_t n_positions, const std::string& kv, int64_t window) {
+            return Session::nbytes(b.model.config(), kv_config(n_positions, kv, window));
+          },
+          "n_positions"_a, "kv"_a, "window"_a)
       .def("restart_stopwatch", &restart_stopwatch)
       .def("part_seconds", &part_seconds)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)

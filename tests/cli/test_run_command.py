@@ -80,6 +80,7 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     one = json.loads(w4("run", stories, "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
     assert one["stats"]["activations"] == "int8"
     assert one["stats"]["decode_tokens_per_second"] is None
+    assert (one["stats"]["kv"], one["stats"]["dropped_tokens"]) == ("f16", 0)
 
 
 def test_end_token_and_full_context_end_the_text(w4: Runner, tmp_path: Path, container: Path) -> None:
@@ -111,6 +112,19 @@ def test_sampling_by_seed(w4: Runner, stories: Path) -> None:
     assert text("--temperature", 5, "--top-k", 1) == text(), "the most probable of one is the greedy choice"
 
 
+def test_a_text_may_outgrow_kv_memory(w4: Runner, stories: Path) -> None:
+    """The first tokens and the newest stay: said once, counted, and the same with drafts."""
+    options = ("run", stories, "-p", "Once", "-n", 400, "--kv", "int8", "--kv-memory", "140K", "--json")
+    plain, drafted = w4(*options).done(), w4(*options, "--lookup", 4).done()
+    assert plain.err.count("outgrew --kv-memory") == 1
+    result, other = json.loads(plain.out), json.loads(drafted.out)
+    assert result["stats"]["kv"] == "int8"
+    assert result["stats"]["dropped_tokens"] > 100
+    assert [result["text"], result["stats"]["dropped_tokens"]] == [other["text"], other["stats"]["dropped_tokens"]]
+    roomy = w4(*options[:-2], "10M", "--json").done()
+    assert (json.loads(roomy.out)["stats"]["dropped_tokens"], roomy.err) == (0, "")
+
+
 def test_errors(w4: Runner, container: Path, stories: Path, tmp_path: Path) -> None:
     w4("run", "absent.w4", "-p", "a").failed(3, "absent.w4", "No such file")
     w4("run", container, "-p", "a", "-f", "b").failed(2, "both -p and -f")
@@ -123,6 +137,9 @@ def test_errors(w4: Runner, container: Path, stories: Path, tmp_path: Path) -> N
     w4("run", container, "-p", "a", "--temperature", "1", "--top-p", "2").failed(2, "top-p")
     w4("run", container, "-p", "a", "-n", "0").failed(2, "-n")
     w4("run", container, "-p", "a", "--activations", "int4").failed(2, "int4", "int16", "int8")
+    w4("run", container, "-p", "a", "--kv", "int4").failed(2, "int4", "f16", "int8")
+    w4("run", container, "-p", "a", "--kv-memory", "much").failed(2, "kv-memory", "much", "512M")
+    w4("run", container, "-p", "a", "--kv-memory", "1K").failed(2, "kv-memory", "1,024 bytes", "64 tokens")
     w4("run", stories, "--chat", "-p", "a").failed(3, "no chat template", "--chat")
     (tmp_path / "cut.w4").write_bytes(container.read_bytes()[:5000])
     w4("run", "cut.w4", "-p", "a").failed(3, "cut short")

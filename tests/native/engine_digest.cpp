@@ -59,7 +59,7 @@ void fill(Norm& norm, int64_t n) {
   for (int64_t i = 0; i < n; i++) norm.weight[i] = 1.0f + draw_float() / 4;
 }
 
-// One model on all the tokens and, again, on the last one by itself.
+// One model on pieces of a text and on its last token by itself.
 void run(const ModelConfig& c) {
   Pool pool(2);
   Model model(c, 2, TIER);
@@ -89,15 +89,21 @@ void run(const ModelConfig& c) {
     fill(f.gate_up, pool, 2 * 40, 72, Kind::kInt4);
     fill(f.down, pool, 72, 40, Kind::kInt8);
   }
-  std::vector<int32_t> tokens(100);
+  // Past the first span of keys, and past what the windows keep.
+  std::vector<int32_t> tokens(421);
   for (int32_t& t : tokens) t = static_cast<int32_t>(draw() % 99);
-  for (const bool wide : {false, true}) {
-    Session session(c, 100, wide);
-    std::vector<float> logits(99 * 99), last(99);
-    model.forward(session, tokens.data(), 99, true, logits.data());
-    model.forward(session, tokens.data() + 99, 1, false, last.data());
-    add(logits);
-    add(last);
+  for (const KvKind kind : {KvKind::kF16, KvKind::kF32, KvKind::kInt8}) {
+    for (const int64_t window : {0, 50}) {
+      Session session(c, {421, kind, window});
+      std::vector<float> logits(120 * 99);
+      for (int64_t start = 0; start < 420; start += 105) {
+        model.forward(session, tokens.data() + start, 105, true, logits.data());
+        add(logits);
+      }
+      logits.resize(99);
+      model.forward(session, tokens.data() + 420, 1, false, logits.data());
+      add(logits);
+    }
   }
 }
 

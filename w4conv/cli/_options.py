@@ -41,6 +41,14 @@ Activations = Annotated[
         autocompletion=lambda incomplete: [w for w in ("int16", "int8") if w.startswith(incomplete)],
     ),
 ]
+KvKind = Annotated[
+    str,
+    typer.Option(
+        "--kv", metavar="f16|int8|f32",
+        help="How keys and values are kept; int8 takes half the memory and is less exact",
+        autocompletion=lambda incomplete: [w for w in ("f16", "int8", "f32") if w.startswith(incomplete)],
+    ),
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output")]
 
 

@@ -39,6 +39,7 @@ class RunStatistics:
     decoded_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    dropped_tokens: int
     decode_ms_per_token: float | None
     decode_tokens_per_second: float | None
     weight_bytes_per_token: int
@@ -47,6 +48,7 @@ class RunStatistics:
     isa: str
     threads: int
     activations: str
+    kv: str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED
-from w4conv.cli._options import Activations, Json, Threads
+from w4conv.cli._options import Activations, Json, KvKind, Threads
 from w4conv.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -54,6 +54,15 @@ def run(
             metavar="N", help="Draft up to N tokens from the text so far; same output, faster where it repeats"
         ),
     ] = 0,
+    kv: KvKind = "f16",
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory for keys and values, such as 512M: where a text outgrows it, its first 16 and its newest "
+            "tokens are kept [default: room for the context]",
+        ),
+    ] = None,
     activations: Activations = "int16",
     threads: Threads = None,
     stats: Annotated[bool, typer.Option("--stats", help="Speed and memory, on standard error")] = False,
@@ -71,12 +80,14 @@ def run(
     from w4conv.runtime.generation import generate_text
     from w4conv.runtime.sampling import Sampler
     from w4conv.runtime.tokenizer import Tokenizer
+    from w4conv.sizes import nbytes_of
 
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
     with open_container(file) as container:
         refuse_to_run(file, container.provenance)
-        with Model(container, threads=threads, ctx=ctx, activations=activations) as model:
+        nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
+        with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
             if chat:
                 from w4conv.runtime.chat import ChatTemplate
@@ -92,6 +103,7 @@ def run(
                 stop_ids=tokenizer.stop_ids(chat=chat),
                 at_start=chat or not text,
                 on_piece=_ignore if json else _output.write,
+                on_drop=_tell_of_drops,
                 lookup=lookup,
             )
             figures = statistics(model, generation)
@@ -108,6 +120,14 @@ def run(
 
 def _ignore(_piece: str) -> None:
     pass
+
+
+def _tell_of_drops(n_kept: int) -> None:
+    _output.write(
+        "note: the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest "
+        f"{n_kept:,}\n",
+        stream=sys.stderr,
+    )
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
@@ -147,6 +167,7 @@ def statistics(model: Model, g: Generation) -> dict[str, Any]:
         "decoded_tokens": g.n_decoded,
         "drafted_tokens": g.n_drafted,
         "accepted_tokens": g.n_accepted,
+        "dropped_tokens": g.n_dropped,
         "decode_ms_per_token": None if rate is None else 1000 / rate,
         "decode_tokens_per_second": rate,
         "weight_bytes_per_token": model.bytes_per_token,
@@ -155,6 +176,7 @@ def statistics(model: Model, g: Generation) -> dict[str, Any]:
         "isa": model.isa,
         "threads": model.threads,
         "activations": model.activations,
+        "kv": model.kv,
     }
 
 
@@ -175,6 +197,9 @@ def stats_text(s: dict[str, Any], finish: str) -> str:
     if s["resident_bytes"] is not None:
         file, anonymous = (_output.nbytes(s["resident_bytes"][kind]) for kind in ("file", "anonymous"))
         memory = f"{file} file-backed, {anonymous} anonymous"
+    engine = f"{s['isa']}, {s['threads']} threads, {s['activations']} activations, {s['kv']} keys and values"
+    if s["dropped_tokens"]:
+        engine += f", {s['dropped_tokens']:,} tokens dropped from them"
     return _output.facts(
         [
             ("prefill", prefill),
@@ -182,7 +207,7 @@ def stats_text(s: dict[str, Any], finish: str) -> str:
             ("decode", decoded),
             ("weights read", f"{_output.nbytes(s['weight_bytes_per_token'])}/token, {speed}"),
             ("memory", memory),
-            ("engine", f"{s['isa']}, {s['threads']} threads, {s['activations']} activations"),
+            ("engine", engine),
             ("may use", str(allowed_cpus())),
             ("ended by", finish),
         ]

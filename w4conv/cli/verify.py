@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Activations, Json, Threads, one_of, refuse_terminal
+from w4conv.cli._options import Activations, Json, KvKind, Threads, one_of, refuse_terminal
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import CheckError, OutputError
 
@@ -86,6 +86,7 @@ def verify(
         float | None, typer.Option(metavar="DB", help="Fail when the SQNR of any tensor is below DB")
     ] = None,
     activations: Activations = "int16",
+    kv: KvKind = "f16",
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -118,6 +119,7 @@ def verify(
             max_ppl_increase=max_ppl_increase,
             min_sqnr=min_sqnr,
             activations=activations,
+            kv=kv,
             threads=threads,
             progress=progress,
         )
@@ -216,7 +218,9 @@ def perplexity_text(p: PerplexityReport) -> str:
         ),
         (
             "perplexity",
-            _estimate(p.container) + (f" with {p.activations} activations" if p.activations != "int16" else ""),
+            _estimate(p.container)
+            + (f" with {p.activations} activations" if p.activations != "int16" else "")
+            + (f", {p.kv} keys and values" if p.kv != "f16" else ""),
         ),
     ]
     if p.source is not None and p.increase is not None:

@@ -15,6 +15,7 @@ from w4conv.export.model import ExportModel
 from w4conv.export.plan import Options, Plan
 from w4conv.export.report import ExportReport, make_report
 from w4conv.progress import Progress, Silent
+from w4conv.sizes import nbytes_of
 
 __all__ = ["FORMATS", "ExportReport", "export"]
 
@@ -32,7 +33,6 @@ _MODULES: Final[Mapping[str, str]] = {
 FORMATS: Final = tuple(_MODULES)
 DTYPES: Final = ("f16", "bf16", "f32")
 DEFAULT_SHARD_SIZE: Final = "5GB"
-_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def export(
@@ -64,7 +64,7 @@ def export(
         raise UsageError(f"unknown format {to!r}; choose one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
-    options = Options(to, dtype, _shard_nbytes(max_shard_size))
+    options = Options(to, dtype, nbytes_of(max_shard_size, "max-shard-size"))
     with open_container(path) as container:
         if out != STDOUT and out.exists() and out.samefile(path):
             raise UsageError(f"{out} is the container itself. Name another output")
@@ -74,12 +74,3 @@ def export(
         if not dry_run:
             plan.write(out, overwrite=overwrite, progress=progress or Silent())
         return make_report(container, plan, out, seconds=None if dry_run else time.perf_counter() - started)
-
-
-def _shard_nbytes(words: str | int) -> int:
-    text = str(words).strip().upper()
-    unit = next((u for u in _UNITS if text.endswith(u)), "")
-    number = text.removesuffix(unit).strip()
-    if not (number.isascii() and number.isdigit()) or len(number) > 15 or int(number) < 1:
-        raise UsageError(f'max-shard-size is {words!r}, expected a size such as "5GB", "500MB" or a number of bytes')
-    return int(number) * _UNITS.get(unit, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
 ACTIVATION_BITS: Final = {"int16": 16, "int8": 8}
+KV_KINDS: Final = ("f16", "int8", "f32")
+KV_PINNED: Final = TILE_ROWS  # first tokens of a sequence that stay when a budget drops others
+KV_LEAST: Final = 64  # newest tokens that a budget has to hold
 # Scheme, shape (of a stack: with the number of matrices in front), and raw parts as in the container.
 Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, npt.NDArray[np.uint8]]]
 
@@ -82,7 +86,9 @@ class Model:
     path: a `.w4` file, or a Container already open (which the caller then closes).
     threads: default `kernels.default_threads()`.
     ctx: most tokens of a session; default, and at most, the model's own limit.
-    kv: "f16", or "f32" for keys and values kept in float32 (the reference).
+    kv: how keys and values are kept: "f16", "int8", or "f32" (the reference).
+    kv_memory: most bytes of keys and values of a session. Where the whole context does not fit, layers see the first
+        KV_PINNED tokens and the newest `kv_window` ones.
     activations: "int16", or "int8" for faster products with integer weights that are less exact (docs/numerics.md 2).
 
     Raises InputError when the file's model cannot be run, UsageError for impossible options.
@@ -95,10 +101,11 @@ class Model:
         threads: int | None = None,
         ctx: int | None = None,
         kv: str = "f16",
+        kv_memory: int | None = None,
         activations: str = "int16",
     ) -> None:
-        if kv not in ("f16", "f32"):
-            raise UsageError(f"kv {kv!r} is neither f16 nor f32")
+        if kv not in KV_KINDS:
+            raise UsageError(f"kv {kv!r} is none of {', '.join(KV_KINDS)}")
         if threads is not None and not 1 <= threads <= 1024:
             raise UsageError(f"threads {threads} is not between 1 and 1024")
         self._owned = not isinstance(path, Container)
@@ -114,6 +121,26 @@ class Model:
             )
         self.ctx = ctx or self.spec.max_positions
         self._native = self._load()
+        self.kv_window = 0 if kv_memory is None else self._window_within(kv_memory)
+
+    def kv_nbytes(self, window: int) -> int:
+        """Bytes that the keys and values of a full session take where layers see at most `window` of the newest tokens,
+        and the first KV_PINNED ones; 0: where all see what they want."""
+        return self._native.session_nbytes(self.ctx, self.kv, window)
+
+    def _window_within(self, nbytes: int) -> int:
+        """The highest window of `kv_nbytes` that so many bytes hold; 0 when they hold a whole context."""
+        if self.kv_nbytes(0) <= nbytes:
+            return 0
+        windows = range(KV_LEAST, self.ctx)
+        n = bisect.bisect_right(windows, nbytes, key=self.kv_nbytes)
+        if n == 0:
+            raise UsageError(
+                f"kv-memory of {nbytes:,} bytes is too small for {self.container.path}: {KV_LEAST} tokens at a time "
+                f"take {self.kv_nbytes(KV_LEAST):,} bytes as {self.kv}, the whole context of {self.ctx:,} takes "
+                f"{self.kv_nbytes(0):,}"
+            )
+        return windows[n - 1]
 
     def _load(self) -> _native.Model:
         spec = self.spec
@@ -168,7 +195,8 @@ class Model:
 
     def session(self) -> Session:
         """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
-        return Session(self._native, self._native.session(self.ctx, self.kv == "f32"), self.spec)
+        native = self._native.session(self.ctx, self.kv, self.kv_window)
+        return Session(self._native, native, self.spec, window=self.kv_window)
 
     def logits(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> F32Array:
         """Logits after each token of a fresh sequence: (n_tokens, vocab_size) float32."""
@@ -213,18 +241,25 @@ class Model:
 class Session:
     """The keys and values of one sequence; made by Model.session().
 
-    The logits after a token are those of the sequence up to it, however tokens are split over calls. Where the rotary
-    embedding changes with the length of a sequence ("longrope"), all tokens are therefore run again when that happens.
+    The logits after a token are those of the sequence up to it, however tokens are split over calls. Tokens are kept to
+    run them again where that takes it: when the rotary embedding changes with the length of a sequence ("longrope"), or
+    when a cut makes keys visible again that a window no longer held.
     """
 
-    def __init__(self, model: _native.Model, session: _native.Session, spec: ModelSpec) -> None:
+    def __init__(self, model: _native.Model, session: _native.Session, spec: ModelSpec, *, window: int = 0) -> None:
         self._model, self._session, self._vocab_size = model, session, spec.vocab_size
         self._short = spec.rope.original_max_positions if spec.rope.scaling == "longrope" else None
-        self._ids = np.empty(0, np.int32)  # kept where they may have to be run again
+        self._ids = np.empty(session.n_positions, np.int32)
+        self._window = window
 
     @property
     def n_tokens(self) -> int:
         return self._session.n_tokens
+
+    @property
+    def n_dropped(self) -> int:
+        """Tokens that the next one will not see any more, as `kv_memory` has no room for them."""
+        return max(0, self.n_tokens + 1 - self._window - KV_PINNED) if self._window else 0
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, all_logits: bool = False) -> F32Array:
         """Run tokens through the model: logits (1, vocab_size) after the last, or (n_tokens, vocab_size) after each.
@@ -244,18 +279,17 @@ class Session:
         if bad.size:
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}")
         out = np.empty((ids.size if all_logits else 1, self._vocab_size), np.float32)
-        tokens = ids.astype(np.int32)
+        tokens, before = ids.astype(np.int32), self.n_tokens
+        self._ids[before : before + tokens.size] = tokens
         if self._short is None:
             self._run(tokens, out)
             return out
-        n_short = min(max(self._short - self.n_tokens, 0), tokens.size)
-        self._ids = np.concatenate([self._ids, tokens])
+        n_short = min(max(self._short - before, 0), tokens.size)
         if n_short and (all_logits or n_short == tokens.size):
             self._run(tokens[:n_short], out[:n_short])
         if n_short < tokens.size:
-            before = self._ids.size - (tokens.size - n_short)
             if self._session.rope_offset == 0:
-                self._restart(before, rope_offset=1)
+                self._restart(before + n_short, rope_offset=1)
             self._run(tokens[n_short:], out[n_short:] if all_logits else out)
         return out
 
@@ -267,20 +301,23 @@ class Session:
             self._model.forward(self._session, piece, rows)
 
     def _restart(self, n_tokens: int, *, rope_offset: int) -> None:
-        """Run the first n_tokens again, by one of the two rotary embeddings."""
+        """Run the first n_tokens again."""
         self._session.truncate(0)
         self._session.rope_offset = rope_offset
         if n_tokens:
             self._run(self._ids[:n_tokens], np.empty((1, self._vocab_size), np.float32))
 
     def truncate(self, n_tokens: int) -> None:
-        """Forget all but the first `n_tokens`."""
+        """Forget all but the first `n_tokens`.
+
+        Takes no time for the last few, such as drafts; a deeper cut may have to run what is left again.
+        """
         if not 0 <= n_tokens <= self.n_tokens:
             raise UsageError(f"cannot cut a session of {self.n_tokens} tokens to {n_tokens}")
-        self._session.truncate(n_tokens)
-        self._ids = self._ids[:n_tokens]
         if self._short is not None and n_tokens <= self._short and self._session.rope_offset:
             self._restart(n_tokens, rope_offset=0)
+        elif not self._session.truncate(n_tokens):
+            self._restart(n_tokens, rope_offset=self._session.rope_offset)
 
 
 class Captured(NamedTuple):
@@ -309,8 +346,9 @@ class LayerModel:
         *,
         threads: int | None = None,
         activations: str = "int16",
+        kv: str = "f16",
     ) -> None:
-        self._spec, self._kept = spec, matrices
+        self._spec, self._kept, self._kv = spec, matrices, kv
         self._routed = spec.routed(layer)
         self._native = _new_native(
             spec, [layer], n_positions=spec.max_positions, threads=threads, activations=activations
@@ -346,7 +384,7 @@ class LayerModel:
             place: np.empty((n if place in wanted else 0, padded_width(w)), np.float32) for place, w in widths.items()
         }
         until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
-        session = self._native.session(n, False)
+        session = self._native.session(n, self._kv)
         rope = spec.rope
         session.rope_offset = int(rope.scaling == "longrope" and n > rope.original_max_positions)
         for start in range(0, n, _native.MAX_TOKENS):

@@ -21,6 +21,7 @@ class Generation:
     prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
     decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
     n_drafted, n_accepted: tokens drafted by lookup, and those of them that the model chose too.
+    n_dropped: tokens whose keys and values the model's `kv_memory` had no room for any more.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Generation:
     decode_seconds: float
     n_drafted: int = 0
     n_accepted: int = 0
+    n_dropped: int = 0
 
     @property
     def prefill_per_second(self) -> float | None:
@@ -53,10 +55,12 @@ def generate_text(
     stop_ids: Collection[int],
     at_start: bool,
     on_piece: Callable[[str], None],
+    on_drop: Callable[[int], None] | None = None,
     lookup: int = 0,
 ) -> Generation:
     """Continue `prompt_ids`; on_piece gets the text as it becomes complete.
 
+    on_drop: called once when tokens are dropped for want of `kv_memory`, with how many of the newest ones stay.
     lookup: most tokens to draft from the text so far and check in one pass; the output is the same bytes as without.
     at_start: the answer is a text of its own, not a continuation (see Tokenizer.stream). KeyboardInterrupt ends the
     run; what there is by then is returned, with finish "interrupted". Raises UsageError when the prompt is empty or
@@ -79,7 +83,7 @@ def generate_text(
             on_piece(piece)
 
     finish = "length"
-    n_generated = n_decoded = n_drafted = n_accepted = 0
+    n_generated = n_decoded = n_drafted = n_accepted = n_dropped = 0
     ahead: list[tuple[int, F32Array]] = []  # tokens drafted and already run, with the logits after each
     prefill = first = decode = 0.0
     begin = time.perf_counter()
@@ -88,6 +92,9 @@ def generate_text(
         logits = session.append(prompt_ids)[0]
         prefill = time.perf_counter() - begin
         while n_generated < max_tokens:
+            was, n_dropped = n_dropped, max(0, session.n_dropped - len(ahead))
+            if n_dropped and not was and on_drop is not None:
+                on_drop(model.kv_window)
             token = sampler(logits)
             first = first or time.perf_counter() - begin
             if token in stop_ids:
@@ -119,7 +126,17 @@ def generate_text(
         finish = "interrupted"
     emit(decoder.finish())
     return Generation(
-        "".join(pieces), finish, len(prompt_ids), n_generated, n_decoded, prefill, first, decode, n_drafted, n_accepted
+        "".join(pieces),
+        finish,
+        len(prompt_ids),
+        n_generated,
+        n_decoded,
+        prefill,
+        first,
+        decode,
+        n_drafted,
+        n_accepted,
+        n_dropped,
     )
 
 

@@ -36,10 +36,11 @@ class LoadedLayer:
 
 
 class LayeredModel(ABC):
-    """spec: what is run; activations: as of `Model`. Nothing but the file mappings is held between calls."""
+    """spec: what is run; activations, kv: as of `Model`. Nothing but the file mappings is held between calls."""
 
     spec: ModelSpec
     activations: str = "int16"
+    kv: str = "f16"
 
     def embed(self, tokens: IntArray, change: Callable[[F32Array], F32Array] = lambda rows: rows) -> F32Array:
         """(..., n_tokens) ids -> the hidden rows that the first layer reads, (..., n_tokens, padded hidden_size).
@@ -57,7 +58,7 @@ class LayeredModel(ABC):
         tensors = self.spec.layer_tensors(i)
         matrices = {t.place: self._matrix(t) for t in tensors if t.role not in ("norm", "bias")}
         vectors = {t.place: self._vector(t) for t in tensors if t.role in ("norm", "bias")}
-        model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations)
+        model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations, kv=self.kv)
         return LoadedLayer(model, matrices)
 
     def changed(
@@ -93,8 +94,8 @@ class LayeredModel(ABC):
 class LayeredContainer(LayeredModel):
     """The weights stay in the mapping."""
 
-    def __init__(self, container: Container, *, activations: str = "int16") -> None:
-        self._container, self.activations = container, activations
+    def __init__(self, container: Container, *, activations: str = "int16", kv: str = "f16") -> None:
+        self._container, self.activations, self.kv = container, activations, kv
         self.spec = parse_config(json.loads(container.blobs["config.json"]))
 
     def _matrix(self, t: TensorSpec) -> Matrix:

@@ -15,7 +15,8 @@ constexpr int kTokenGroup = 12;               // tokens interleaved for the GEMM
 constexpr int kMaxTokens = 10 * kTokenGroup;  // tokens that a GEMM takes through a block of weights at a time
 constexpr int kGemmTiles = 4;                 // tiles whose block of columns a GEMM unpacks together
 constexpr int kKeyTile = 16;                  // keys stored together in the K cache
-constexpr int kKeyBlock = 64;                 // keys between two updates of the running softmax
+constexpr int kKeySpan = 256;                 // keys at fixed positions whose softmax is made by itself (numerics.md 5)
+constexpr int kKeyStep = 64;                  // keys whose scores a kernel may form together; K caches hold whole steps
 
 constexpr int kCholeskyPanel = 32;  // columns of a Cholesky factor made together
 
@@ -91,14 +92,29 @@ struct FloatActivations {
   int64_t n_padded() const { return pad_to(n_columns, 8); }
 };
 
-// One layer's keys and values. keys [kv_head][key tile][head_dim][16], values [kv_head][key][pad_to(head_dim, 16)].
-// Elements are FP16, or float32 when wide.
+enum class KvKind : uint8_t { kF16, kF32, kInt8 };
+constexpr int64_t kv_nbytes(KvKind kind) { return kind == KvKind::kF32 ? 4 : kind == KvKind::kF16 ? 2 : 1; }
+
+// One layer's keys and values. keys [kv_head][slot tile][head_dim][16], values [kv_head][slot][pad_to(head_dim, 16)];
+// of kInt8 also a scale for each key and each value, [kv_head][slot].
+// With a window a query sees the newest `window` positions, and the first n_pinned ones. Slots behind the pinned ones are
+// a ring then: a token takes the slot of one that no query sees any more.
 struct KvCache {
-  int64_t n_kv_heads = 0, head_dim = 0, capacity = 0;  // capacity: a multiple of kKeyBlock
-  bool wide = false;
-  void* keys = nullptr;
-  void* values = nullptr;
+  int64_t n_kv_heads = 0, head_dim = 0;
+  KvKind kind = KvKind::kF16;
+  int64_t n_slots = 0;               // a multiple of kKeyTile, and unless it is a ring of kKeyStep
+  int64_t window = 0, n_pinned = 0;  // window 0: all are seen; n_pinned: 0 or kKeyTile
+  void *keys = nullptr, *values = nullptr;
+  float *key_scales = nullptr, *value_scales = nullptr;
+
   int64_t value_stride() const { return pad_to(head_dim, 16); }
+  int64_t slot(int64_t position) const {
+    return position < n_slots ? position : n_pinned + (position - n_pinned) % (n_slots - n_pinned);
+  }
+  // The first position behind the pinned ones that a query at `position` sees.
+  int64_t first(int64_t position) const {
+    return window > 0 && position - window + 1 > n_pinned ? position - window + 1 : n_pinned;
+  }
 };
 
 // How the scores of one layer become weights: scale times q.k, then cap * tanh(score / cap) where cap > 0. sinks: a logit
@@ -106,6 +122,22 @@ struct KvCache {
 struct AttentionRule {
   float scale = 1, softcap = 0;
   const float* sinks = nullptr;
+};
+
+// The query heads of one KV head, of consecutive tokens. Row r is head r % n_group of the token at position + r / n_group;
+// its dimension i lies at values[i * n_rows + r].
+struct Queries {
+  const float* values = nullptr;
+  int64_t n_rows = 0, n_group = 0, position = 0;
+};
+// Sums over one span of keys, for each row of queries; rows that see none of its keys have the sum 0.
+struct SpanSums {
+  float* values;  // [n_rows][value_stride]: values weighted by exp(score - highest)
+  float* sums;    // [n_rows]: of the weights
+  float* tops;    // [n_rows]: the highest score
+  static constexpr int64_t size(int64_t n_rows, int64_t value_stride) { return pad_to(n_rows * (value_stride + 2), 16); }
+  SpanSums(float* p, int64_t n_rows, int64_t value_stride)
+      : values(p), sums(p + n_rows * value_stride), tops(sums + n_rows) {}
 };
 
 // The gate of a feed-forward layer: silu(g) * u; gelu(g) * u in the tanh form; or, with g at most 7 and u within -7..7,
@@ -149,10 +181,12 @@ struct Kernels {
 
   // Store one token's key and value rows (n_kv_heads * head_dim floats each) at `position`.
   void (*store_kv)(const KvCache& cache, int64_t position, const float* key, const float* value);
-  // All query heads of one KV head: q and out hold n_group * head_dim floats. Keys first..position are seen.
-  // scratch: attention_scratch(n_group, head_dim) floats, aligned to 64.
-  void (*attention)(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position,
-                    const AttentionRule& rule, const float* q, float* out, float* scratch);
+  // One span of keys, kKeySpan * span on. scratch: kAttentionScratch floats, aligned to 64.
+  void (*attend)(const KvCache& cache, int64_t kv_head, const Queries& queries, int64_t span, const AttentionRule& rule,
+                 const SpanSums& out, float* scratch);
+  // Join n_spans spans, SpanSums::size apart, ascending: row r of the result goes to out[r], head_dim floats.
+  void (*join_spans)(const KvCache& cache, int64_t kv_head, const Queries& queries, const AttentionRule& rule, float* spans,
+                     int64_t n_spans, float* const* out);
 
   // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart. zero_points: of kInt4z, else null.
   // row_scratch: n_columns + 16 floats, byte_scratch: n_columns + 16 bytes.
@@ -186,9 +220,7 @@ struct Kernels {
 // Of a GEMM: a block of kGemmTiles tiles, unpacked, and the sums of kMaxTokens tokens.
 constexpr size_t kScratchBytes = size_t{kGemmTiles} * kTileRows * 4 * (kBlock + kMaxTokens);
 
-constexpr int64_t attention_scratch(int64_t n_group, int64_t head_dim) {
-  return n_group * (pad_to(head_dim, 16) + kKeyBlock + 2 * kTileRows);
-}
+constexpr int64_t kAttentionScratch = int64_t{kTokenGroup} * kKeySpan;
 
 // The tables that this build holds, lowest tier first; dispatch.cpp chooses.
 extern const Kernels kScalarKernels;

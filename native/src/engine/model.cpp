@@ -25,18 +25,70 @@ void scale(float* x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] *= factor;
 }
 
+// A layer's cache, its buffers still to come.
+KvCache cache_of(const ModelConfig& c, int64_t layer, const KvConfig& kv) {
+  KvCache cache{.n_kv_heads = c.n_kv_heads, .head_dim = c.head_dim, .kind = kv.kind, .window = c.layers[layer].window};
+  if (kv.window > 0 && (cache.window == 0 || cache.window > kv.window)) {
+    cache.window = kv.window;
+    cache.n_pinned = kKeyTile;
+  }
+  cache.n_slots = pad_to(kv.n_positions, kKeyStep);
+  if (cache.window > 0) {  // a pass stores all its tokens before the first of them looks at the keys
+    const int64_t ring = pad_to(cache.window - 1 + Model::kMaxTokens, kKeyTile);
+    cache.n_slots = std::min(cache.n_slots, cache.n_pinned + ring);
+  }
+  return cache;
+}
+
+struct KvSizes {
+  size_t keys, values, scales;  // bytes; scales: of the keys, and again of the values
+  explicit KvSizes(const KvCache& c) {
+    const int64_t n = c.n_kv_heads * c.n_slots;
+    keys = static_cast<size_t>(n * c.head_dim * kv_nbytes(c.kind));
+    values = static_cast<size_t>(n * c.value_stride() * kv_nbytes(c.kind));
+    scales = c.kind == KvKind::kInt8 ? static_cast<size_t>(n) * sizeof(float) : 0;
+  }
+};
+
 }  // namespace
 
-Session::Session(const ModelConfig& c, int64_t n_positions, bool wide) : n_positions_(n_positions) {
-  const int64_t capacity = pad_to(n_positions, kKeyBlock);
-  const int64_t nbytes = wide ? 4 : 2;
-  buffers_ = std::vector<Buffer>(static_cast<size_t>(2 * c.n_layers()));
+Session::Session(const ModelConfig& c, const KvConfig& kv) : n_positions_(kv.n_positions) {
+  buffers_ = std::vector<Buffer>(static_cast<size_t>(4 * c.n_layers()));
   for (int64_t i = 0; i < c.n_layers(); i++) {
-    KvCache cache{c.n_kv_heads, c.head_dim, capacity, wide, nullptr, nullptr};
-    cache.keys = buffers_[2 * i].reserve(static_cast<size_t>(c.n_kv_heads * capacity * c.head_dim * nbytes));
-    cache.values = buffers_[2 * i + 1].reserve(static_cast<size_t>(c.n_kv_heads * capacity * cache.value_stride() * nbytes));
+    KvCache cache = cache_of(c, i, kv);
+    const KvSizes sizes(cache);
+    Buffer* const buffers = &buffers_[4 * i];
+    cache.keys = buffers[0].reserve(sizes.keys);
+    cache.values = buffers[1].reserve(sizes.values);
+    if (sizes.scales > 0) {
+      cache.key_scales = static_cast<float*>(buffers[2].reserve(sizes.scales));
+      cache.value_scales = static_cast<float*>(buffers[3].reserve(sizes.scales));
+    }
     layers_.push_back(cache);
   }
+}
+
+int64_t Session::nbytes(const ModelConfig& c, const KvConfig& kv) {
+  size_t total = 0;
+  for (int64_t i = 0; i < c.n_layers(); i++) {
+    const KvSizes sizes(cache_of(c, i, kv));
+    total += sizes.keys + sizes.values + 2 * sizes.scales;
+  }
+  return static_cast<int64_t>(total);
+}
+
+void Session::advance(int64_t n) {
+  n_tokens_ += n;
+  n_stored_ = std::max(n_stored_, n_tokens_);
+}
+
+bool Session::truncate(int64_t n) {
+  if (n == 0) n_stored_ = 0;
+  for (const KvCache& cache : layers_) {  // what the next token sees, whose position is n
+    if (n > 0 && n_stored_ > cache.n_slots && cache.first(n) + cache.n_slots - cache.n_pinned < n_stored_) return false;
+  }
+  n_tokens_ = n;
+  return true;
 }
 
 Model::Model(ModelConfig config, int n_threads, const Kernels& kernels)
@@ -47,8 +99,7 @@ Model::Model(ModelConfig config, int n_threads, const Kernels& kernels)
       layers_(static_cast<size_t>(config_.n_layers())),
       inputs_(config_.activation_bits) {
   scratch_.reserve(kScratchBytes * static_cast<size_t>(n_threads));
-  attention_scratch_.reserve_for<float>(attention_scratch(config_.n_heads / config_.n_kv_heads, config_.head_dim) *
-                                        n_threads);
+  attention_scratch_.reserve_for<float>(kAttentionScratch * n_threads);
 }
 
 Model::Rows Model::rows(Buffer& buffer, int64_t n, int64_t width) {
@@ -141,7 +192,7 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
 void Model::attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture) {
   const Layer& layer = run.layer;
   const int64_t n = run.n, n_heads = config_.n_heads, n_kv_heads = config_.n_kv_heads, head_dim = config_.head_dim;
-  const int64_t n_group = n_heads / n_kv_heads, start = session.n_tokens;
+  const int64_t start = session.n_tokens();
   const int64_t q_width = n_heads * head_dim, kv_width = n_kv_heads * head_dim;
   const AttentionRule rule{config_.attention_scale, config_.attention_softcap,
                            layer.sinks.empty() ? nullptr : layer.sinks.data()};
@@ -179,16 +230,9 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
 
   // 2. each query head over the keys of its KV head
   const Rows attended = rows(attended_, n, q_width);
-  const int64_t scratch_size = attention_scratch(n_group, head_dim);
   {
     const Stopwatch::Lap lap(stopwatch, Part::kAttention);
-    pool_.run(n * n_kv_heads, [&](int64_t task, int thread) {
-      const int64_t m = task / n_kv_heads, head = task % n_kv_heads, position = start + m;
-      const int64_t first = c.window > 0 ? std::max<int64_t>(0, position - c.window + 1) : 0;
-      const int64_t at = head * n_group * head_dim;
-      kernels_.attention(cache, head, n_group, first, position, rule, q[m] + at, attended[m] + at,
-                         attention_scratch_.as<float>() + scratch_size * thread);
-    });
+    look(cache, rule, q, start, n, attended);
   }
 
   // 3. their output
@@ -199,6 +243,69 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
   });
   copy_rows(capture.o, attended.data, n * attended.stride);
   multiply({{&layer.o, run.out}});
+}
+
+// Attention of the queries q of n tokens from position start on. The queries of a KV head and of some tokens are a block:
+// they look at each span of keys together. Where blocks are few, threads share out their spans too.
+void Model::look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_t start, int64_t n, Rows out) {
+  constexpr int64_t kBlockRows = 4 * kTokenGroup;
+  const int64_t n_kv_heads = config_.n_kv_heads, n_group = config_.n_heads / n_kv_heads, d = config_.head_dim;
+  const int64_t block_tokens = std::max<int64_t>(1, kBlockRows / n_group);
+  const int64_t n_jobs = (n + block_tokens - 1) / block_tokens * n_kv_heads;
+  const int64_t first_span = cache.first(start) / kKeySpan, n_pinned_spans = cache.n_pinned > 0 && first_span > 0;
+  const int64_t n_spans = (start + n - 1) / kKeySpan + 1 - first_span + n_pinned_spans;
+  const bool shared = n_spans > 1 && n_jobs < 4 * pool_.n_threads();
+
+  const int64_t block_size = block_tokens * n_group * d;
+  float* const packed = queries_.reserve_for<float>(n_jobs * block_size);
+  const int64_t sums_size = SpanSums::size(block_tokens * n_group, cache.value_stride());
+  float* const spans = spans_.reserve_for<float>((shared ? n_jobs : pool_.n_threads()) * n_spans * sums_size);
+
+  struct Job {
+    int64_t head, token;
+    Queries queries;
+  };
+  const auto job_at = [&](int64_t i) {
+    const int64_t token = i / n_kv_heads * block_tokens, n_tokens = std::min(block_tokens, n - token);
+    return Job{i % n_kv_heads, token, {packed + i * block_size, n_tokens * n_group, n_group, start + token}};
+  };
+  const auto row_of = [&](const Job& job, Rows rows, int64_t row) {
+    return rows[job.token + row / n_group] + (job.head * n_group + row % n_group) * d;
+  };
+  const auto pack = [&](int64_t i) {
+    const Job job = job_at(i);
+    float* const to = packed + i * block_size;
+    for (int64_t row = 0; row < job.queries.n_rows; row++) {
+      const float* const from = row_of(job, q, row);
+      for (int64_t j = 0; j < d; j++) to[j * job.queries.n_rows + row] = from[j];
+    }
+  };
+  const auto attend_to = [&](int64_t i, int64_t slot, int64_t span, int thread) {
+    const Job job = job_at(i);
+    const int64_t n_rows = job.queries.n_rows, stride = cache.value_stride();
+    float* const sums = spans + slot * n_spans * sums_size + span * SpanSums::size(n_rows, stride);
+    const int64_t number = span < n_pinned_spans ? 0 : first_span + span - n_pinned_spans;
+    kernels_.attend(cache, job.head, job.queries, number, rule, {sums, n_rows, stride},
+                    attention_scratch_.as<float>() + kAttentionScratch * thread);
+  };
+  const auto join = [&](int64_t i, int64_t slot) {
+    const Job job = job_at(i);
+    std::vector<float*> to(static_cast<size_t>(job.queries.n_rows));
+    for (int64_t row = 0; row < job.queries.n_rows; row++) to[row] = row_of(job, out, row);
+    kernels_.join_spans(cache, job.head, job.queries, rule, spans + slot * n_spans * sums_size, n_spans, to.data());
+  };
+  if (shared) {
+    pool_.run(n_jobs, [&](int64_t i, int) { pack(i); });
+    pool_.run(n_jobs * n_spans,
+              [&](int64_t task, int thread) { attend_to(task / n_spans, task / n_spans, task % n_spans, thread); });
+    pool_.run(n_jobs, [&](int64_t i, int) { join(i, i); });
+  } else {
+    pool_.run(n_jobs, [&](int64_t i, int thread) {
+      pack(i);
+      for (int64_t span = 0; span < n_spans; span++) attend_to(i, thread, span, thread);
+      join(i, thread);
+    });
+  }
 }
 
 // out = down(activation(gate, up)) of the rows in inputs_, without the bias of down.
@@ -287,7 +394,7 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
   const Rows x = rows(hidden_, n, c.hidden_size);
   pool_.run(n, [&](int64_t m, int) { embed(tokens[m], x[m]); });
   for (int64_t i = 0; i < c.n_layers(); i++) run_layer(i, session, n, x.data);
-  session.n_tokens += n;
+  session.advance(n);
   const int64_t n_out = all_logits ? n : 1;
   finish(x[n - n_out], n_out, logits);
 }

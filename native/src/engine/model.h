@@ -61,20 +61,35 @@ struct Layer {
   std::vector<FeedForward> experts;
 };
 
-// Keys and values of one sequence.
+struct KvConfig {
+  int64_t n_positions = 0;
+  KvKind kind = KvKind::kF16;
+  // Where it is not 0, layers that see more than so many of the newest tokens see these and the first kKeyTile ones.
+  int64_t window = 0;
+};
+
+// Keys and values of one sequence. A layer with a window holds no more of them than a pass can see.
 class Session {
  public:
-  Session(const ModelConfig& config, int64_t n_positions, bool wide);
+  Session(const ModelConfig& config, const KvConfig& kv);
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
+  // Bytes of keys and values once the session is full.
+  static int64_t nbytes(const ModelConfig& config, const KvConfig& kv);
 
-  int64_t n_tokens = 0;
   int64_t rope_offset = 0;  // added to the ropes of the layers: the second set of a model that has two
+  int64_t n_tokens() const { return n_tokens_; }
   int64_t n_positions() const { return n_positions_; }
   const KvCache& cache(int64_t layer) const { return layers_[layer]; }
 
+  void advance(int64_t n);
+  // Forget all but the first n tokens. False, and nothing done, when other tokens have taken the slots of keys that are
+  // seen again then; never for n = 0, nor less than kMaxTokens behind the most tokens that there were.
+  bool truncate(int64_t n);
+
  private:
-  int64_t n_positions_;
+  int64_t n_positions_, n_tokens_ = 0;
+  int64_t n_stored_ = 0;  // the most tokens that there were since the session was empty
   std::vector<Buffer> buffers_;
   std::vector<KvCache> layers_;
 };
@@ -139,6 +154,7 @@ class Model {
   void join(const Run& run, const Linear& last, const Norm& norm, int64_t m);
 
   void attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture);
+  void look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_t start, int64_t n, Rows out);
   void feed_forward(const FeedForward& f, int64_t n, Rows out, float* capture_down);
   void activate(const FeedForward& f, Rows fused, Rows gate, Rows up, int64_t m);
   void route(const Run& run);
@@ -149,8 +165,8 @@ class Model {
   std::vector<Rope> ropes_;
   std::vector<Layer> layers_;
   Inputs inputs_;
-  Buffer hidden_, normed_, q_, k_, v_, qkv_, attended_, gate_, up_, gate_up_, out_, logits_, scratch_, attention_scratch_;
-  Buffer scores_, expert_out_;
+  Buffer hidden_, normed_, q_, k_, v_, qkv_, attended_, gate_, up_, gate_up_, out_, logits_, scratch_;
+  Buffer scores_, expert_out_, attention_scratch_, queries_, spans_;
 };
 
 }  // namespace w4conv

@@ -1,118 +1,342 @@
-// Attention of one token in one pass over the keys: running maximum and sum, updated every kKeyBlock keys at fixed
-// positions, so the result does not depend on how tokens were grouped. Lanes are keys for the scores, dimensions for the
-// values.
+// Attention, a span of kKeySpan keys at a time (docs/numerics.md 5). Spans lie at fixed positions, so the result does not
+// depend on how tokens were grouped or shared among threads. Up to kTokens rows of queries share each load of a key or a
+// value. Lanes are keys for the scores, dimensions for the values.
 
 inline vf load_kv(const uint16_t* p) { return from_f16(p); }
 inline vf load_kv(const float* p) { return load(p); }
-inline void store_kv_lanes(uint16_t* p, vf x) { to_f16(x, p); }
-inline void store_kv_lanes(float* p, vf x) { store(p, x); }
+inline vf load_kv(const int8_t* p) { return __builtin_convertvector(from_bytes(p), vf); }
 
-template <class T>
-void store_kv_as(const KvCache& cache, int64_t position, const float* key, const float* value) {
-  const int64_t d = cache.head_dim, stride = cache.value_stride();
+// ---- storing ---------------------------------------------------------------------------------------------------------
+
+inline void store_lanes(uint16_t* p, vf x, vf) { to_f16(x, p); }
+inline void store_lanes(float* p, vf x, vf) { store(p, x); }
+inline void store_lanes(int8_t* p, vf x, vf scale) {
+  const vi codes = round_to_int(x / scale);
+  for (int i = 0; i < kLanes; i++) p[i] = static_cast<int8_t>(codes[i]);
+}
+
+// One head's row of a key or value: f(first dimension, its lanes as stored); what lies behind n is zero.
+template <class T, class F>
+inline void for_stored(const float* x, int64_t n, float* scale, const F& f) {
   alignas(64) float row[kLanes];
-  for (int64_t head = 0; head < cache.n_kv_heads; head++) {
-    T* keys =
-        static_cast<T*>(cache.keys) + (head * cache.capacity + position / kKeyTile * kKeyTile) * d + position % kKeyTile;
-    T* values = static_cast<T*>(cache.values) + (head * cache.capacity + position) * stride;
-    for (int64_t i = 0; i < stride; i += kLanes) {
-      const int64_t n = d - i < kLanes ? d - i : kLanes;  // may be 0 or less in the padding
-      T lanes[kLanes];
-      for (int j = 0; j < kLanes; j++) row[j] = j < n ? key[head * d + i + j] : 0.0f;
-      store_kv_lanes(lanes, load(row));
-      for (int j = 0; j < n; j++) keys[(i + j) * kKeyTile] = lanes[j];
-      for (int j = 0; j < kLanes; j++) row[j] = j < n ? value[head * d + i + j] : 0.0f;
-      store_kv_lanes(values + i, load(row));
+  vf divisor = splat(1.0f);
+  int64_t n_coded = n;
+  if (scale != nullptr) {
+    int32_t top_bits = 0;
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t bits = __builtin_bit_cast(int32_t, x[i]) & 0x7FFFFFFF;
+      top_bits = bits > top_bits ? bits : top_bits;
     }
+    *scale = scale_of(top_bits, 127.0f);
+    if (*scale > 0) divisor = splat(*scale);
+    if (!(*scale > 0)) n_coded = 0;
+  }
+  for (int64_t i = 0; i < pad_to(n, 16); i += kLanes) {
+    for (int j = 0; j < kLanes; j++) row[j] = i + j < n_coded ? x[i + j] : 0.0f;
+    T lanes[kLanes];
+    store_lanes(lanes, load(row), divisor);
+    f(i, lanes);
   }
 }
-void store_kv(const KvCache& cache, int64_t position, const float* key, const float* value) {
-  cache.wide ? store_kv_as<float>(cache, position, key, value) : store_kv_as<uint16_t>(cache, position, key, value);
-}
 
-// scratch, for each query head: out [padded head_dim], scores [kKeyBlock], sums [16], then its running maximum.
 template <class T>
-void attention_as(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position,
-                  const AttentionRule& rule, const float* q, float* out, float* scratch) {
-  const int64_t d = cache.head_dim, stride = cache.value_stride();
-  const T* keys = static_cast<const T*>(cache.keys) + kv_head * cache.capacity * d;
-  const T* values = static_cast<const T*>(cache.values) + kv_head * cache.capacity * stride;
-  float* const acc = scratch;                        // [n_group][stride]
-  float* const scores = acc + n_group * stride;      // [n_group][kKeyBlock]
-  float* const sums = scores + n_group * kKeyBlock;  // [n_group][16]
-  float* const maxima = sums + n_group * kTileRows;  // [n_group]
-  for (int64_t i = 0; i < n_group * stride; i += kLanes) store(acc + i, vf{});
-  for (int64_t i = 0; i < n_group * kTileRows; i += kLanes) store(sums + i, vf{});
-  for (int64_t g = 0; g < n_group; g++) {
-    maxima[g] = rule.sinks == nullptr ? -__builtin_inff() : rule.sinks[kv_head * n_group + g];
-    if (rule.sinks != nullptr) sums[g * kTileRows] = 1.0f;  // exp(sink - sink)
-  }
-
-  alignas(64) static const int32_t kIota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int64_t start = first / kKeyBlock * kKeyBlock; start <= position; start += kKeyBlock) {
-    const int64_t end = start + kKeyBlock <= position + 1 ? start + kKeyBlock : position + 1;
-    for (int64_t g = 0; g < n_group; g++) {
-      // 1. scores of the block; a key outside first..position scores -inf
-      vf highest = splat(-__builtin_inff());
-      for (int64_t key = start; key < start + kKeyBlock; key += kKeyTile) {
-        vf s[kVectors] = {};
-        if (key < end) {
-          const T* tile = keys + key * d;
-          for (int64_t i = 0; i < d; i++) {
-            const vf qi = splat(q[g * d + i]);
-            for (int v = 0; v < kVectors; v++) s[v] = fma(qi, load_kv(tile + i * kKeyTile + v * kLanes), s[v]);
-          }
-        }
-        for (int v = 0; v < kVectors; v++) {
-          const vi index = load_bits(kIota + v * kLanes) + static_cast<int32_t>(key);
-          const vi seen = (vi)(index >= static_cast<int32_t>(first)) & (vi)(index <= static_cast<int32_t>(position));
-          vf score = s[v] * rule.scale;
-          if (rule.softcap > 0) score = softcap_of(score, splat(rule.softcap));
-          score = select(seen, score, splat(-__builtin_inff()));
-          highest = select((vi)(score > highest), score, highest);
-          store(scores + g * kKeyBlock + (key - start) + v * kLanes, score);
-        }
-      }
-      // 2. new maximum; rescale what was summed under the old one
-      float top = maxima[g];
-      for (int i = 0; i < kLanes; i++) top = highest[i] > top ? highest[i] : top;
-      const vf shrink = exp_of(splat(maxima[g] - top));
-      maxima[g] = top;
-      for (int64_t i = 0; i < stride; i += kLanes) store(acc + g * stride + i, load(acc + g * stride + i) * shrink);
-      // 3. weights and their sum
-      for (int v = 0; v < kVectors; v++) {
-        float* sum = sums + g * kTileRows + v * kLanes;
-        vf s = load(sum) * shrink;
-        for (int64_t i = 0; i < kKeyBlock; i += kKeyTile) {
-          float* score = scores + g * kKeyBlock + i + v * kLanes;
-          const vf p = exp_of(load(score) - splat(top));
-          store(score, p);
-          s += p;
-        }
-        store(sum, s);
-      }
-    }
-    // 4. values, keys ascending
-    const int64_t begin = start < first ? first : start;
-    for (int64_t g = 0; g < n_group; g++) {
-      for (int64_t i = 0; i < stride; i += kLanes) {
-        vf a = load(acc + g * stride + i);
-        for (int64_t key = begin; key < end; key++) {
-          a = fma(splat(scores[g * kKeyBlock + key - start]), load_kv(values + key * stride + i), a);
-        }
-        store(acc + g * stride + i, a);
-      }
-    }
-  }
-  for (int64_t g = 0; g < n_group; g++) {
-    vf lanes[kVectors];
-    for (int v = 0; v < kVectors; v++) lanes[v] = load(sums + g * kTileRows + v * kLanes);
-    const float sum = sum16(lanes);
-    for (int64_t i = 0; i < d; i++) out[g * d + i] = acc[g * stride + i] / sum;
+void store_kv_as(const KvCache& c, int64_t position, const float* key, const float* value) {
+  const int64_t d = c.head_dim, stride = c.value_stride(), slot = c.slot(position);
+  for (int64_t head = 0; head < c.n_kv_heads; head++) {
+    const int64_t at = head * c.n_slots + slot;
+    T* keys = static_cast<T*>(c.keys) + (at - slot % kKeyTile) * d + slot % kKeyTile;
+    T* values = static_cast<T*>(c.values) + at * stride;
+    for_stored<T>(key + head * d, d, c.key_scales == nullptr ? nullptr : c.key_scales + at, [&](int64_t i, const T* lanes) {
+      for (int64_t j = 0; j < kLanes && i + j < d; j++) keys[(i + j) * kKeyTile] = lanes[j];
+    });
+    for_stored<T>(value + head * d, d, c.value_scales == nullptr ? nullptr : c.value_scales + at,
+                  [&](int64_t i, const T* lanes) { __builtin_memcpy(values + i, lanes, sizeof(T) * kLanes); });
   }
 }
-void attention(const KvCache& cache, int64_t kv_head, int64_t n_group, int64_t first, int64_t position,
-               const AttentionRule& rule, const float* q, float* out, float* scratch) {
-  cache.wide ? attention_as<float>(cache, kv_head, n_group, first, position, rule, q, out, scratch)
-             : attention_as<uint16_t>(cache, kv_head, n_group, first, position, rule, q, out, scratch);
+void store_kv(const KvCache& c, int64_t position, const float* key, const float* value) {
+  switch (c.kind) {
+    case KvKind::kF16:
+      return store_kv_as<uint16_t>(c, position, key, value);
+    case KvKind::kF32:
+      return store_kv_as<float>(c, position, key, value);
+    case KvKind::kInt8:
+      return store_kv_as<int8_t>(c, position, key, value);
+  }
+}
+
+// ---- attending -------------------------------------------------------------------------------------------------------
+
+// f(Count<n>) for n = 1..kMost.
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+template <int kMost, class F>
+inline void with_count(int64_t n, const F& f) {
+  if constexpr (kMost > 1) {
+    if (n < kMost) return with_count<kMost - 1>(n, f);
+  }
+  f(Count<kMost>{});
+}
+constexpr int64_t kValuesAhead = 16;  // keys ahead of which values are fetched
+
+// Vectors that kRows rows run through together: as many sums as the registers hold.
+constexpr int width_of(int n_rows) { return 4 * n_rows <= 2 * kTokens ? 4 : 2; }
+static_assert(width_of(1) * kLanes <= kKeyStep && kKeySpan % kKeyStep == 0 && kKeyStep % kKeyTile == 0);
+
+// scores[row][key] of kWidth * kLanes keys; q[i * ldq + row].
+template <int kRows, int kWidth, class T>
+inline void add_scores(const T* const (&keys)[kWidth], int64_t d, const float* q, int64_t ldq, float* scores) {
+  vf s[kRows][kWidth];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; v++) s[r][v] = vf{};
+  }
+  for (int64_t i = 0; i < d; i++) {
+    vf k[kWidth];
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; v++) {
+      k[v] = load_kv(keys[v] + i * kKeyTile);
+      prefetch(keys[v] + d * kWidth * kLanes + i * kKeyTile);  // those of the next keys
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+      const vf qr = splat(q[i * ldq + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kWidth; v++) s[r][v] = fma(qr, k[v], s[r][v]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; v++) store(scores + r * kKeySpan + v * kLanes, s[r][v]);
+  }
+}
+
+// out[row][kWidth * kLanes] += weights[row][key] * values[key], keys ascending.
+template <int kRows, int kWidth, class T>
+inline void add_values(const T* values, int64_t stride, int64_t n, const float* weights, float* out) {
+  vf a[kRows][kWidth];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; v++) a[r][v] = load(out + r * stride + v * kLanes);
+  }
+  for (int64_t key = 0; key < n; key++) {
+    vf x[kWidth];
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; v++) {
+      x[v] = load_kv(values + key * stride + v * kLanes);
+      prefetch(values + (key + kValuesAhead) * stride + v * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+      const vf p = splat(weights[r * kKeySpan + key]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kWidth; v++) a[r][v] = fma(p, x[v], a[r][v]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; v++) store(out + r * stride + v * kLanes, a[r][v]);
+  }
+}
+
+// A span of one KV head, for up to kTokens rows.
+template <class T>
+struct Span {
+  const KvCache& cache;
+  const T *keys, *values;
+  const float *key_scales, *value_scales;
+  const AttentionRule& rule;
+  int64_t start;  // first position of the span
+  float* scores;  // [row][kKeySpan]
+
+  // Keys of the span that a row sees: those before n_pinned and at most `position`, and first..position.
+  struct Seen {
+    int64_t pinned, first, end;
+  };
+  Seen seen_at(int64_t position) const {
+    const auto within = [&](int64_t p) { return p < start ? start : p > start + kKeySpan ? start + kKeySpan : p; };
+    const int64_t end = within(position + 1), pinned = within(cache.n_pinned);
+    return {pinned < end ? pinned : end, within(cache.first(position)), end};
+  }
+
+  // 1. q.k of the keys begin..end, whole tiles at least
+  void score(const float* q, int64_t ldq, int64_t n_rows, int64_t begin, int64_t end) const {
+    with_count<kTokens>(n_rows, [&](auto count) {
+      constexpr int kRows = decltype(count)::value, kWidth = width_of(kRows);
+      constexpr int64_t kStep = kWidth * kLanes;
+      for (int64_t key = start + (begin - start) / kStep * kStep; key < pad_to(end, kKeyTile); key += kStep) {
+        const T* at[kWidth];
+        for (int v = 0; v < kWidth; v++) {
+          const int64_t slot = cache.slot(key + v * kLanes);
+          at[v] = keys + (slot - slot % kKeyTile) * cache.head_dim + slot % kKeyTile;
+        }
+        add_scores<kRows, kWidth>(at, cache.head_dim, q, ldq, scores + key - start);
+      }
+    });
+  }
+
+  // 2. one row's weights exp(score - top) in place of the scores, times the scales of the values, from a tile's begin on; a
+  // key outside of `seen` weighs nothing
+  void weigh(float* row, const Seen& seen, int64_t begin, float* sum, float* top) const {
+    if (seen.pinned <= start && seen.first >= seen.end) {
+      *sum = 0.0f;
+      *top = -__builtin_inff();
+      return;
+    }
+    const int64_t end = pad_to(seen.end, kKeyTile);
+    alignas(64) static const int32_t kIota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi iota = load_bits(kIota);
+    vf highest = splat(-__builtin_inff());
+    for (int64_t key = begin; key < end; key += kLanes) {
+      float* const p = row + key - start;
+      vf score = load(p);
+      if (key_scales != nullptr) score = score * load(key_scales + cache.slot(key));
+      score = score * rule.scale;
+      if (rule.softcap > 0) score = softcap_of(score, splat(rule.softcap));
+      const vi index = iota + static_cast<int32_t>(key);
+      const vi is_seen =
+          ((vi)(index < static_cast<int32_t>(seen.pinned)) | (vi)(index >= static_cast<int32_t>(seen.first))) &
+          (vi)(index < static_cast<int32_t>(seen.end));
+      score = select(is_seen, score, splat(-__builtin_inff()));
+      highest = select((vi)(score > highest), score, highest);
+      store(p, score);
+    }
+    *top = -__builtin_inff();
+    for (int i = 0; i < kLanes; i++) *top = highest[i] > *top ? highest[i] : *top;
+    vf sums[kVectors] = {};
+    for (int64_t key = begin; key < end; key += kKeyTile) {
+      for (int v = 0; v < kVectors; v++) {
+        float* const p = row + key - start + v * kLanes;
+        vf weight = exp_of(load(p) - splat(*top));
+        sums[v] += weight;
+        if (value_scales != nullptr) weight = weight * load(value_scales + cache.slot(key + v * kLanes));
+        store(p, weight);
+      }
+    }
+    *sum = sum16(sums);
+  }
+
+  // 3. out[row] += weight * value for the keys begin..end
+  void add(int64_t n_rows, int64_t begin, int64_t end, const float* weights, float* out) const {
+    if (begin >= end) return;
+    const int64_t stride = cache.value_stride(), n_vectors = stride / kLanes;
+    with_count<kTokens>(n_rows, [&](auto count) {
+      constexpr int kRows = decltype(count)::value, kWidth = width_of(kRows);
+      for (int64_t key = begin, n; key < end; key += n) {
+        const int64_t slot = cache.slot(key);
+        n = end - key < kKeyStep ? end - key : kKeyStep;
+        if (cache.n_slots - slot < n) n = cache.n_slots - slot;  // the ring closes here
+        const T* const from = values + slot * stride;
+        const float* const w = weights + key - start;
+        int64_t v = 0;
+        for (; v + kWidth <= n_vectors; v += kWidth) {
+          add_values<kRows, kWidth>(from + v * kLanes, stride, n, w, out + v * kLanes);
+        }
+        for (; v < n_vectors; v++) add_values<kRows, 1>(from + v * kLanes, stride, n, w, out + v * kLanes);
+      }
+    });
+  }
+  // The keys that every row sees together, those before and behind them row by row.
+  void add_seen(int64_t n_rows, const int64_t* begins, const int64_t* ends, float* out) const {
+    int64_t begin = begins[0], end = ends[0];
+    for (int64_t r = 1; r < n_rows; r++) {
+      begin = begins[r] > begin ? begins[r] : begin;
+      end = ends[r] < end ? ends[r] : end;
+    }
+    if (begin > end) begin = end;
+    const auto one = [&](int64_t r, int64_t from, int64_t to) {
+      add(1, from, to, scores + r * kKeySpan, out + r * cache.value_stride());
+    };
+    for (int64_t r = 0; r < n_rows; r++) one(r, begins[r], ends[r] < begin ? ends[r] : begin);
+    add(n_rows, begin, end, scores, out);
+    for (int64_t r = 0; r < n_rows; r++) one(r, begins[r] > end ? begins[r] : end, ends[r]);
+  }
+
+  void attend(const Queries& q, int64_t row, int64_t n_rows, const SpanSums& out) const {
+    Seen seen[kTokens];
+    int64_t begin = start + kKeySpan, end = start;  // of the keys that any row sees
+    for (int64_t r = 0; r < n_rows; r++) {
+      seen[r] = seen_at(q.position + (row + r) / q.n_group);
+      const int64_t first = seen[r].pinned > start ? start : seen[r].first;
+      begin = first < begin ? first : begin;
+      end = seen[r].end > end ? seen[r].end : end;
+    }
+    float* const sums = out.values + row * cache.value_stride();
+    for (int64_t i = 0; i < n_rows * cache.value_stride(); i += kLanes) store(sums + i, vf{});
+    if (begin < end) score(q.values + row, q.n_rows, n_rows, begin, end);
+    const int64_t first_tile = begin - begin % kKeyTile;
+    int64_t begins[kTokens], ends[kTokens];
+    for (int64_t r = 0; r < n_rows; r++) {
+      weigh(scores + r * kKeySpan, seen[r], first_tile, out.sums + row + r, out.tops + row + r);
+      begins[r] = start;
+      ends[r] = seen[r].pinned;
+    }
+    if (cache.n_pinned > start) add_seen(n_rows, begins, ends, sums);
+    for (int64_t r = 0; r < n_rows; r++) {
+      begins[r] = seen[r].first;
+      ends[r] = seen[r].end;
+    }
+    add_seen(n_rows, begins, ends, sums);
+  }
+};
+
+template <class T>
+void attend_as(const KvCache& c, int64_t kv_head, const Queries& q, int64_t span, const AttentionRule& rule,
+               const SpanSums& out, float* scratch) {
+  const int64_t at = kv_head * c.n_slots;
+  const Span<T> s{c,
+                  static_cast<const T*>(c.keys) + at * c.head_dim,
+                  static_cast<const T*>(c.values) + at * c.value_stride(),
+                  c.key_scales == nullptr ? nullptr : c.key_scales + at,
+                  c.value_scales == nullptr ? nullptr : c.value_scales + at,
+                  rule,
+                  span * kKeySpan,
+                  scratch};
+  for (int64_t row = 0; row < q.n_rows; row += kTokens) {
+    s.attend(q, row, q.n_rows - row < kTokens ? q.n_rows - row : kTokens, out);
+  }
+}
+void attend(const KvCache& c, int64_t kv_head, const Queries& q, int64_t span, const AttentionRule& rule,
+            const SpanSums& out, float* scratch) {
+  switch (c.kind) {
+    case KvKind::kF16:
+      return attend_as<uint16_t>(c, kv_head, q, span, rule, out, scratch);
+    case KvKind::kF32:
+      return attend_as<float>(c, kv_head, q, span, rule, out, scratch);
+    case KvKind::kInt8:
+      return attend_as<int8_t>(c, kv_head, q, span, rule, out, scratch);
+  }
+}
+
+void join_spans(const KvCache& c, int64_t kv_head, const Queries& q, const AttentionRule& rule, float* spans,
+                int64_t n_spans, float* const* out) {
+  const int64_t stride = c.value_stride(), size = SpanSums::size(q.n_rows, stride);
+  for (int64_t row = 0; row < q.n_rows; row++) {
+    const float sink = rule.sinks == nullptr ? 0.0f : rule.sinks[kv_head * q.n_group + row % q.n_group];
+    float top = rule.sinks == nullptr ? -__builtin_inff() : sink;
+    for (int64_t s = 0; s < n_spans; s++) {
+      const float highest = SpanSums(spans + s * size, q.n_rows, stride).tops[row];
+      top = highest > top ? highest : top;
+    }
+    float sum = rule.sinks == nullptr ? 0.0f : exp_of(splat(sink - top))[0];
+    float* total = nullptr;  // the values of the first span that has any
+    for (int64_t s = 0; s < n_spans; s++) {
+      const SpanSums span(spans + s * size, q.n_rows, stride);
+      if (span.sums[row] == 0.0f) continue;
+      const vf weight = exp_of(splat(span.tops[row] - top));
+      sum = sum + span.sums[row] * weight[0];
+      float* const values = span.values + row * stride;
+      for (int64_t i = 0; i < stride; i += kLanes) {
+        const vf x = load(values + i) * weight;
+        total == nullptr ? store(values + i, x) : store(total + i, load(total + i) + x);
+      }
+      if (total == nullptr) total = values;
+    }
+    for (int64_t i = 0; i < c.head_dim; i++) out[row][i] = total[i] / sum;
+  }
 }

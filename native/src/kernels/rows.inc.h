@@ -109,8 +109,21 @@ inline Place place_of(int64_t m, int64_t n_tokens, int64_t stride) {
   return {first * stride + (m - first), left < kTokenGroup ? left : kTokenGroup};
 }
 
-// a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A block whose scale would be
-// subnormal holds zeros; one with NaN or infinity has the scale NaN, which every product with it then has too.
+// The scale of values that become integers up to `top`, from the bits of the highest absolute value. One that would be
+// subnormal is zero, as are the integers then; NaN where a value is NaN or infinite.
+inline float scale_of(int32_t highest_bits, float top) {
+  if (highest_bits >= 0x7F800000) return __builtin_nanf("");
+  const float scale = __builtin_bit_cast(float, highest_bits) / top;
+  return scale >= 0x1p-126f ? scale : 0.0f;
+}
+// Half to even, |x| < 2^22: the low bits of the sum hold the integer.
+inline vi round_to_int(vf x) {
+  const vf magic = splat(0x1.8p23f);
+  return (vi)(x + magic) - (vi)magic;
+}
+
+// a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A scale of NaN makes every product
+// with the block NaN.
 void prepare_int(const float* x, int64_t m, const IntActivations& out) {
   const Place dwords = place_of(m, out.n_tokens, out.n_dwords());
   const Place blocks = place_of(m, out.n_tokens, out.n_blocks());
@@ -127,19 +140,14 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
     int32_t top_bits = 0;
     for (int i = 0; i < kLanes; i++) top_bits = top[i] > top_bits ? top[i] : top_bits;
 
-    float scale = __builtin_bit_cast(float, top_bits) / (out.bits == 8 ? 127.0f : 32767.0f);
-    if (top_bits >= 0x7F800000) scale = __builtin_nanf("");
-    const bool zero = !(scale >= 0x1p-126f);
-    if (zero && scale == scale) scale = 0.0f;
+    const float scale = scale_of(top_bits, out.bits == 8 ? 127.0f : 32767.0f);
     int32_t sum = 0;
     alignas(64) int32_t codes[kBlock] = {};
-    if (!zero) {
+    if (scale > 0) {
       const vf divisor = splat(scale);
-      const vf magic = splat(0x1.8p23f);
       vi sums = {};
       for (int64_t i = 0; i < padded; i += kLanes) {
-        // rounds half to even; the low 22 bits of the sum hold the integer
-        const vi code = (vi)(load(x + column + i) / divisor + magic) - (vi)magic;
+        const vi code = round_to_int(load(x + column + i) / divisor);
         sums += code;
         store_bits(codes + i, code);
       }

@@ -30,6 +30,9 @@ inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline vf sqrt_of(float x) { return (vf)_mm512_sqrt_ps(_mm512_set1_ps(x)); }
 inline vf f16_lanes(vu h) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h)); }
+inline vi from_bytes(const int8_t* p) {
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline vf from_f16(const uint16_t* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

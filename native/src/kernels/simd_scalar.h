@@ -45,6 +45,11 @@ inline vf f16_lanes(vu h) {
   const vu bits = select_bits((vi)(magnitude < 0x400u), (vu)tiny, normal);
   return (vf)(select_bits((vi)(magnitude >= 0x7C00u), special, bits) | sign);
 }
+inline vi from_bytes(const int8_t* p) {
+  vi out;
+  for (int i = 0; i < kLanes; i++) out[i] = p[i];
+  return out;
+}
 inline vf from_f16(const uint16_t* p) {
   vu h;
   for (int i = 0; i < kLanes; i++) h[i] = p[i];

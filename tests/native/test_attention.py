@@ -1,0 +1,165 @@
+"""Attention and its cache against numpy in float64: spans of keys, windows, 8-bit keys and values, a memory budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers import make_llama_dir
+
+from w4conv import kernels
+from w4conv.convert import quantize
+from w4conv.errors import UsageError
+from w4conv.models.spec import ModelSpec
+from w4conv.runtime.engine import KV_PINNED, Model, Session
+
+F64 = npt.NDArray[np.float64]
+WINDOW = 89  # of a budget: the most that its ring of 16, 32, 48 .. slots holds beside the tokens of one pass
+N_TOKENS = 700  # more than two spans of 256 keys, and more than the windows below keep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, the second one with windows of 150 tokens."""
+    folder = tmp_path_factory.mktemp("attention")
+    for name, window in (("all", None), ("window", 150)):
+        config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        make_llama_dir(folder / name, config=config | {"max_position_embeddings": 1024})
+        quantize(folder / name, folder / f"{name}.w4", scheme="f32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens() -> npt.NDArray[np.int64]:
+    return np.random.default_rng(1).integers(0, 250, N_TOKENS)
+
+
+def as_bytes(rows: F64) -> F64:
+    """Keys or values (n_tokens, n_heads, head_dim) as 8 bits with a scale a token and head hold them."""
+    rows = rows.astype(np.float32)
+    scales = np.abs(rows).max(-1, keepdims=True) / np.float32(127)
+    return (np.rint(rows / scales) * scales).astype(np.float64)
+
+
+def oracle(model: Model, tokens: npt.NDArray[np.int64], *, window: int = 0, pinned: int = 0, int8: bool = False) -> F64:
+    """Logits after each token, in float64."""
+    spec, n = model.spec, len(tokens)
+    weight = {t.name: model.container.dequantize(t.name).astype(np.float64) for t in spec.tensors()}
+    distance = np.arange(n)[:, None] - np.arange(n)
+    seen = distance >= 0
+    if window:
+        seen &= (distance < window) | (np.arange(n) < pinned)
+    x = weight["model.embed_tokens.weight"][tokens]
+    for layer in range(spec.n_layers):
+        at = f"model.layers.{layer}."
+        normed = norm(spec, x, weight[at + "input_layernorm.weight"])
+        q, k, v = (
+            (normed @ weight[f"{at}self_attn.{part}_proj.weight"].T).reshape(n, -1, spec.head_dim) for part in "qkv"
+        )
+        q, k = rotate(spec, q), rotate(spec, k)
+        if int8:
+            k, v = as_bytes(k), as_bytes(v)
+        out = np.empty_like(q)
+        for head in range(spec.n_heads):
+            of = head // (spec.n_heads // spec.n_kv_heads)
+            scores = np.where(seen, q[:, head] @ k[:, of].T / np.sqrt(spec.head_dim), -np.inf)
+            p = np.exp(scores - scores.max(1, keepdims=True))
+            out[:, head] = p @ v[:, of] / p.sum(1, keepdims=True)
+        x = x + out.reshape(n, -1) @ weight[f"{at}self_attn.o_proj.weight"].T
+        normed = norm(spec, x, weight[at + "post_attention_layernorm.weight"])
+        gate, up = (normed @ weight[f"{at}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight[f"{at}mlp.down_proj.weight"].T
+    head_name = "model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"
+    logits: F64 = norm(spec, x, weight["model.norm.weight"]) @ weight[head_name].T
+    return logits
+
+
+def norm(spec: ModelSpec, x: F64, weight: F64) -> F64:
+    out: F64 = x / np.sqrt((x * x).mean(1, keepdims=True) + spec.norm_eps) * weight
+    return out
+
+
+def rotate(spec: ModelSpec, x: F64) -> F64:
+    angles = np.arange(len(x))[:, None, None] * np.array(spec.rope.inverse_frequencies(spec.head_dim))
+    a, b = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def in_pieces(session: Session, tokens: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.float32]:
+    pieces = range(0, len(tokens), size)
+    return np.concatenate([session.append(tokens[i : i + size], all_logits=True) for i in pieces])
+
+
+@pytest.mark.parametrize("name", ["all", "window"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("budget", [False, True])
+def test_logits_equal_numpy_whatever_the_tier_the_threads_and_the_pieces(
+    folder: Path, tokens: npt.NDArray[np.int64], name: str, kv: str, budget: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"kv": kv}
+    if budget:
+        with Model(folder / f"{name}.w4", kv=kv) as model:
+            options["kv_memory"] = model.kv_nbytes(WINDOW)
+    results = []
+    for tier, threads, size in (
+        ("scalar", 1, 97),
+        *((tier, 2, N_TOKENS) for tier in kernels.isa_tiers()[1:]),
+        (kernels.isa_tiers()[-1], 2, 1),
+        (kernels.isa_tiers()[-1], 2, 5),
+    ):
+        monkeypatch.setenv("W4CONV_ISA", tier)
+        with Model(folder / f"{name}.w4", threads=threads, **options) as model:
+            session = model.session()
+            results.append(in_pieces(session, tokens, size))
+            n_dropped = session.n_dropped
+            if len(results) == 1:
+                window = WINDOW if budget else 0 if name == "all" else 150
+                assert model.kv_window == (WINDOW if budget else 0)
+                pinned = KV_PINNED if budget else 0
+                want = oracle(model, tokens, window=window, pinned=pinned, int8=kv == "int8")
+    assert n_dropped == (N_TOKENS + 1 - WINDOW - KV_PINNED if budget else 0)
+    error = np.abs(results[0] - want).max() / np.ptp(want)
+    assert error < {"f32": 1e-5, "f16": 1e-3, "int8": 1e-3}[kv]
+    assert len({r.tobytes() for r in results}) == 1
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_a_session_can_be_cut_anywhere(folder: Path, tokens: npt.NDArray[np.int64], budget: bool) -> None:
+    """Also where others have taken the slots of keys that are seen again then."""
+    with Model(folder / "window.w4") as model:
+        nbytes = model.kv_nbytes(WINDOW) if budget else None
+    with Model(folder / "window.w4", kv_memory=nbytes) as model:
+        want = model.logits(tokens)
+        session = model.session()
+        for n, cut in ((400, 395), (600, 480), (700, 300), (500, 0), (130, 110)):
+            session.append(tokens[session.n_tokens : n])
+            session.truncate(cut)
+            again = session.append(tokens[cut : cut + 3], all_logits=True)
+            np.testing.assert_array_equal(again, want[cut : cut + 3])
+
+
+def test_windows_and_budgets_hold_memory(folder: Path) -> None:
+    with Model(folder / "all.w4") as model, Model(folder / "window.w4") as windowed:
+        spec = model.spec
+        per_token = spec.n_layers * spec.n_kv_heads * (spec.head_dim + -(-spec.head_dim // 16) * 16)
+        assert model.kv_nbytes(0) == 1024 * per_token * 2
+        assert windowed.kv_nbytes(0) == 272 * per_token * 2
+        # Smaller windows than the budget asks for are the model's own, without pinned tokens.
+        assert windowed.kv_nbytes(200) == windowed.kv_nbytes(0)
+        assert windowed.kv_nbytes(WINDOW) == (16 + 208) * per_token * 2
+    for kv, nbytes in (("f32", 4), ("int8", 1)):
+        with Model(folder / "all.w4", kv=kv) as model:
+            scales = 2 * 4 * spec.n_layers * spec.n_kv_heads if kv == "int8" else 0
+            assert model.kv_nbytes(0) == 1024 * (per_token * nbytes + scales)
+    with Model(folder / "all.w4") as model:
+        whole, least = model.kv_nbytes(0), model.kv_nbytes(64)
+    for budget, window in ((whole, 0), (whole - 1, None), (least, 73)):
+        with Model(folder / "all.w4", kv_memory=budget) as model:
+            assert window is None or model.kv_window == window
+            assert model.kv_nbytes(model.kv_window) <= budget
+    with pytest.raises(UsageError, match=f"{least - 1:,}.*{least:,}.*{whole:,}"):
+        Model(folder / "all.w4", kv_memory=least - 1)
