@@ -110,7 +110,7 @@ def test_files_that_say_nothing_clear(tmp_path: Path, text: str, message: str) -
 
 
 def test_recipes_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no recipe 'smal' is built in; there are mixed, small\. A file"):
+    with pytest.raises(UsageError, match=r"no recipe 'smal' is built in; there are mixed, small, values\. A file"):
         read_rules("smal")
     with pytest.raises(InputError, match="No such file"):
         read_rules(str(tmp_path / "none.toml"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("w4a16", "int4z", "nf4", "fp4", "w8a16", "f16", "bf16", "f32", "keep")
 GROUP_SIZES = ("32", "64", "128", "256", "row")
-RECIPES = ("small", "mixed")
+RECIPES = ("small", "values", "mixed")
 METHODS = ("rtn", "search", "gptq", "best")
 EMBEDDINGS = ("int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32", "keep")
 EPILOG = """\
@@ -33,10 +33,11 @@ Examples:
 
 \b
 Recipes: a name below, or a TOML file that ends in .toml
-  small  embedding and head in int4, group 32: the
-         smallest file
-  mixed  8 bits for the matrices of a layer that suffer
-         most: v_proj and down_proj
+  small   embedding and head in int4, group 32: the
+          smallest file
+  values  8 bits for v_proj, a small matrix that suffers
+          most
+  mixed   8 bits for v_proj and down_proj
 
 \b
 In a file, patterns of names, or the roles embedding, head
