@@ -170,9 +170,12 @@ def read(data: npt.NDArray[np.uint8], *, threads: int) -> int:
     return lines.size
 
 
-def multiply_registers(*, floats: bool, threads: int) -> int:
-    """Dot products of the tier in use from registers, nothing else; returns how many multiplications that was."""
-    return _native.multiply_registers(_pool(threads), floats)
+def multiply_registers(*, operands: str, threads: int) -> int:
+    """Dot products of the tier in use from registers, nothing else; returns how many multiplications that was.
+
+    operands: of the activations, "int16", "int8" or "float".
+    """
+    return _native.multiply_registers(_pool(threads), operands)
 
 
 def product(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: int | None = None) -> F32Array:

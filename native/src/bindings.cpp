@@ -211,11 +211,13 @@ uint32_t read_all(Pool& pool, const Bytes& data) {
 }
 
 // Multiply from registers on every thread; returns the number of multiplications.
-int64_t multiply_registers(Pool& pool, bool floats) {
+int64_t multiply_registers(Pool& pool, const std::string& operands) {
+  require(operands == "int16" || operands == "int8" || operands == "float", "operands: neither int16, int8 nor float");
   const Kernels& k = kernels();
   const nb::gil_scoped_release release;
   std::atomic<int64_t> out{0};
-  pool.run(64 * pool.n_threads(), [&](int64_t, int) { out += floats ? k.peak_float() : k.peak_int(); });
+  const auto peak = operands == "float" ? k.peak_float : operands == "int8" ? k.peak_bytes : k.peak_int;
+  pool.run(64 * pool.n_threads(), [&](int64_t, int) { out += peak(); });
   return out;
 }
 
@@ -553,7 +555,7 @@ NB_MODULE(_native, m) {
 
   m.def("explain_lost_pages", &explain_lost_pages);
   m.def("read", &read_all, "pool"_a, "data"_a);
-  m.def("multiply_registers", &multiply_registers, "pool"_a, "floats"_a);
+  m.def("multiply_registers", &multiply_registers, "pool"_a, "operands"_a);
 
   nb::class_<Session>(m, "Session")
       .def_prop_ro("n_tokens", &Session::n_tokens)

@@ -35,6 +35,12 @@ def test_a_checkpoint_is_measured_in_each_scheme(w4: Runner, checkpoint: Path) -
     assert int(rows[0]["weight_nbytes"]) > int(rows[1]["weight_nbytes"])
 
 
+def test_activations_of_8_bits(w4: Runner, container: Path) -> None:
+    report = json.loads(w4("bench", container, *SHORT, "--activations", "int8", "--json").done().out)
+    assert report["activations"] == "int8"
+    w4("bench", container, *SHORT, "--activations", "int4").failed(2, "int4", "int16", "int8")
+
+
 def test_perplexity_is_what_verify_says(w4: Runner, container: Path, checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a fox, and the fox was quick and brown. " * 6)

@@ -23,9 +23,10 @@ def test_every_multiplication_from_registers_is_counted(monkeypatch: pytest.Monk
     monkeypatch.setenv("W4CONV_ISA", tier)
     lanes = {"scalar": 4, "avx2": 8}.get(tier, 16)
     chains = 12 if lanes == 16 else 6
-    one = kernels.multiply_registers(floats=False, threads=1)
+    one = kernels.multiply_registers(operands="int16", threads=1)
     assert one == 64 * 100000 * chains * lanes * 2  # tasks, rounds, and pairs of int16
-    assert kernels.multiply_registers(floats=False, threads=2) == 2 * one
+    assert kernels.multiply_registers(operands="int16", threads=2) == 2 * one
+    assert kernels.multiply_registers(operands="int8", threads=1) == 4 * one  # eight bytes a step
 
 
 def test_page_faults_of_threads_are_counted() -> None:

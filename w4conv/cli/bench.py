@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Json, Threads
+from w4conv.cli._options import Activations, Json, Threads
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import UsageError
 
@@ -62,6 +62,7 @@ def bench(
     ] = None,
     ctx: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a window [default: 512]")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N windows of the text")] = None,
+    activations: Activations = "int16",
     threads: Threads = None,
     html: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write a report with pictures to this file, beside the rest")
@@ -92,7 +93,7 @@ def bench(
     with progress_bar() as progress, _opened(inputs or [], shape, schemes, threads, progress) as containers:
         report = measure(
             containers, n_prompt=prompt, n_tokens=n, rounds=rounds, context=context, text=text, ctx=ctx, chunks=chunks,
-            threads=threads, progress=progress,
+            activations=activations, threads=threads, progress=progress,
         )  # fmt: skip
     if html is not None:
         from w4conv.cli._report import as_html
@@ -186,7 +187,11 @@ def facts(report: BenchReport) -> list[tuple[str, str]]:
     first, m = report.rows[0], report.machine
     facts = [
         ("machine", m.cpu),
-        ("engine", f"{report.isa} ({report.dot_instruction}), {report.threads} threads; {m.allowed}"),
+        (
+            "engine",
+            f"{report.isa} ({report.dot_instruction}), {report.threads} threads, {report.activations} activations; "
+            f"{m.allowed}",
+        ),
         (
             "measured",
             f"prompt of {first.prefill.n_tokens}, {first.decode.n_tokens} tokens decoded, "

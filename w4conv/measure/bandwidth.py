@@ -20,8 +20,8 @@ def read_gbs(container: Container, *, threads: int) -> float:
     return nbytes / (time.perf_counter() - start) / 1e9
 
 
-def peak_gmacs(*, floats: bool, threads: int) -> float:
-    """1e9 multiplications a second of the dot product that the tier in use has for integers or floats."""
+def peak_gmacs(*, operands: str, threads: int) -> float:
+    """1e9 multiplications a second of the dot product that the tier in use has for "int16", "int8" or "float"."""
     start = time.perf_counter()
-    n = kernels.multiply_registers(floats=floats, threads=threads)
+    n = kernels.multiply_registers(operands=operands, threads=threads)
     return n / (time.perf_counter() - start) / 1e9

@@ -129,10 +129,11 @@ class BenchText:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """isa: the tier that was used; dot_instruction: its integer dot product."""
+    """isa: the tier that was used; dot_instruction: its dot product of 16-bit integers. activations: int16 or int8."""
 
     isa: str
     dot_instruction: str
+    activations: str
     threads: int
     rounds: int
     machine: Machine
@@ -150,6 +151,7 @@ def bench(
     text: str | os.PathLike[str] | None = None,
     ctx: int | None = None,
     chunks: int | None = None,
+    activations: str = "int16",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
@@ -157,7 +159,8 @@ def bench(
 
     One round before them warms caches and clocks and is not counted. context: decode is also measured behind 16, 32, 64
     .. tokens up to so many (default: the prompt's length). text: measure perplexity on this file, by llama.cpp's
-    convention with windows of ctx tokens (default 512); chunks: only the first so many of them.
+    convention with windows of ctx tokens (default 512); chunks: only the first so many of them. activations: as of
+    Model.
 
     Raises UsageError when prompt and tokens do not fit a model, or all weights together not the memory, which would
     measure the disk; InputError when a model cannot be run or the text is missing.
@@ -171,7 +174,7 @@ def bench(
         runs: list[_Run] = []
         for name, container in containers:
             refuse_to_run(name, container.provenance)
-            model = stack.enter_context(Model(container, threads=threads))
+            model = stack.enter_context(Model(container, threads=threads, activations=activations))
             longest = max(n_prompt + n_tokens, context + CURVE_TOKENS)
             if longest > model.ctx:
                 raise UsageError(f"{name}: {longest} tokens do not fit its {model.ctx} positions; ask for fewer")
@@ -200,6 +203,7 @@ def bench(
         return BenchReport(
             isa=first.model.isa,
             dot_instruction=kernels.dot_instruction(),
+            activations=first.model.activations,
             threads=first.model.threads,
             rounds=rounds,
             machine=Machine.here(),
@@ -248,11 +252,12 @@ class _Run:
         # All experts, as the tokens of a pass spread over them.
         whole = [t for t in spec.tensors() if t.role != "embedding" or spec.tied_head]
         self._pass_nbytes = sum(part.nbytes for t in whole for part in stored[t.name].parts)
-        self._floats = all(stored[t.name].scheme.is_float for t in linear)
+        integers = any(stored[t.name].scheme.kind in ("int4", "int4z", "int8") for t in linear)
+        self._operands = model.activations if integers else "float"
 
     def measure(self) -> _Round:
         model, session = self.model, self.model.session()
-        peak = peak_gmacs(floats=self._floats, threads=model.threads)
+        peak = peak_gmacs(operands=self._operands, threads=model.threads)
         counts = [self._counters.read()]
         start = time.perf_counter()
         session.append(self._prompt)

@@ -211,6 +211,7 @@ struct Kernels {
   uint32_t (*read)(const void* data, int64_t nbytes);
   // Some 1e7 multiplications of a dot product, from registers; returns how many: the ceiling of prefill.
   int64_t (*peak_int)();
+  int64_t (*peak_bytes)();
   int64_t (*peak_float)();
 
   // Whether the dot product of this tier is the one its name promises; for the test that a forced tier really ran.

@@ -6,7 +6,6 @@
 // GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
 
 constexpr int64_t kPrefetchOctets = 16;  // columns / 8 that a GEMV fetches ahead
-constexpr int64_t kPrefetchGroups = 4;
 
 struct Scales {
   const void* values;
@@ -15,8 +14,6 @@ struct Scales {
   vf lanes(int64_t index) const {
     return wide ? load(static_cast<const float*>(values) + index) : from_f16(static_cast<const uint16_t*>(values) + index);
   }
-  // They come too seldom for the hardware to see a stream.
-  void fetch(int64_t index) const { prefetch(static_cast<const char*>(values) + index * (wide ? 4 : 2)); }
 };
 
 inline vi zero_point_lanes(const uint8_t* p) {
@@ -344,7 +341,6 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) 
     vi low[kTilesNow][kVectors], high[kTilesNow][kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kTilesNow; j++) {
-      scales.fetch(((tile + j) * n_groups + group + kPrefetchGroups) * 16);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         vi points = {};

@@ -40,6 +40,10 @@ int64_t peak_int() {
   constexpr int n = kLanes == 16 ? 12 : 6;
   return 2 * run_chains<n, n>(splat_int(0x10001), [](vi acc, vi w, vi a) { return dot(acc, w, a); });
 }
+int64_t peak_bytes() {
+  constexpr int n = kLanes == 16 ? 12 : 6;
+  return 8 * run_chains<n, n>(splat_int(0x01010101), [](vi acc, vi w, vi a) { return dot_bytes(acc, w, a, w, a); });
+}
 int64_t peak_float() {
   return run_chains<12, 1>(splat(1.0f), [](vf acc, vf w, vf a) { return fma(w, a, acc); });
 }

@@ -122,6 +122,22 @@ inline vi round_to_int(vf x) {
   return (vi)(x + magic) - (vi)magic;
 }
 
+// Lane i of the result is lane i + kBy of x; the last kBy lanes are of no use.
+template <int kBy>
+inline vi lanes_down(vi x) {
+  vi from;
+  for (int i = 0; i < kLanes; i++) from[i] = (i + kBy) % kLanes;
+  return __builtin_shuffle(x, from);
+}
+// Of four codes that start at lane 4i: lanes 4i and 4i + 1 get the pairs (0,2) and (1,3).
+inline vi pack_pairs(vi codes) { return (codes & 0xFFFF) | lanes_down<2>(codes) << 16; }
+// The same: lane 4i gets all four, as bytes.
+inline vi pack_bytes(vi codes) {
+  const vi bytes = codes & 0xFF;
+  const vi twos = bytes | lanes_down<1>(bytes) << 8;
+  return twos | lanes_down<2>(twos) << 16;
+}
+
 // a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A scale of NaN makes every product
 // with the block NaN.
 void prepare_int(const float* x, int64_t m, const IntActivations& out) {
@@ -142,34 +158,28 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
 
     const float scale = scale_of(top_bits, out.bits == 8 ? 127.0f : 32767.0f);
     int32_t sum = 0;
-    alignas(64) int32_t codes[kBlock] = {};
+    alignas(64) uint32_t packed[kBlock] = {};
     if (scale > 0) {
       const vf divisor = splat(scale);
       vi sums = {};
       for (int64_t i = 0; i < padded; i += kLanes) {
         const vi code = round_to_int(load(x + column + i) / divisor);
         sums += code;
-        store_bits(codes + i, code);
+        store_bits(packed + i, out.bits == 8 ? pack_bytes(code) : pack_pairs(code));
       }
       for (int i = 0; i < kLanes; i++) sum += sums[i];
     }
     out.scales[blocks.offset + block * blocks.step] = scale;
     out.neg8_sums[blocks.offset + block * blocks.step] = -8 * sum;
     for (int64_t i = 0; i < pad_to(n, 8); i += 8) {
-      const int32_t* c = codes + i;
-      auto pair = [&](int low, int high) {
-        *p = (static_cast<uint32_t>(c[low]) & 0xFFFFu) | static_cast<uint32_t>(c[high]) << 16;
-        p += dwords.step;
-      };
-      auto four = [&](int first) {
-        *p = 0;
-        for (int b = 3; b >= 0; b--) *p = *p << 8 | (static_cast<uint32_t>(c[first + b]) & 0xFFu);
+      auto put = [&](int lane) {
+        *p = packed[i + lane];
         p += dwords.step;
       };
       if (out.bits == 8) {
-        four(0), four(4);
+        put(0), put(4);
       } else {
-        pair(0, 2), pair(4, 6), pair(1, 3), pair(5, 7);
+        put(0), put(4), put(1), put(5);
       }
     }
   }
