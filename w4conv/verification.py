@@ -20,7 +20,7 @@ from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, in
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.text_windows import cut_text, settle
 from w4conv.progress import Progress, Silent
-from w4conv.quantization.generic import GENERIC, refuse_to_run
+from w4conv.quantization.generic import GENERIC
 from w4conv.runtime.engine import Model
 from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
 from w4conv.sources import Source, open_source
@@ -207,7 +207,6 @@ class _Measurement:
     ) -> None:  # fmt: skip
         self._container, self._activations, self._kv, self._threads = container, activations, kv, threads
         convention, self._ctx = settle(convention, ctx)
-        refuse_to_run(container.path, container.provenance)
         with Model(container, threads=threads, ctx=self._ctx, kv=kv, activations=activations):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
         self._cut = cut_text(container, text, convention=convention, ctx=self._ctx, chunks=chunks)

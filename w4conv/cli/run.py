@@ -75,7 +75,6 @@ def run(
     the end, with the figures of --stats.
     """
     from w4conv.container import open_container
-    from w4conv.quantization.generic import refuse_to_run
     from w4conv.runtime.engine import Model
     from w4conv.runtime.generation import generate_text
     from w4conv.runtime.sampling import Sampler
@@ -85,7 +84,6 @@ def run(
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
     with open_container(file) as container:
-        refuse_to_run(file, container.provenance)
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)

@@ -22,7 +22,6 @@ from w4conv.measure.machine import Machine, available_memory
 from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
 from w4conv.measure.text_windows import TextWindows, cut_text, settle
 from w4conv.progress import Progress, Silent
-from w4conv.quantization.generic import refuse_to_run
 from w4conv.runtime.engine import Model
 
 CURVE_TOKENS: Final = 8  # decoded behind each length of the context
@@ -173,7 +172,6 @@ def bench(
         stack.callback(counters.close)
         runs: list[_Run] = []
         for name, container in containers:
-            refuse_to_run(name, container.provenance)
             model = stack.enter_context(Model(container, threads=threads, activations=activations))
             longest = max(n_prompt + n_tokens, context + CURVE_TOKENS)
             if longest > model.ctx:

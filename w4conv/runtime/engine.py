@@ -16,6 +16,7 @@ from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.quantization.generic import refuse_to_run
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
@@ -114,6 +115,7 @@ class Model:
         self.isa = kernels.isa_tier()
         self.kv = kv
         self.activations = activations
+        refuse_to_run(self.container.path, self.container.provenance)
         self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
         if ctx is not None and not 1 <= ctx <= self.spec.max_positions:
             raise UsageError(
