@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Activations, Json, Threads
+from w4conv.cli._options import Activations, Json, KvKind, Threads
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import UsageError
 
@@ -63,6 +63,7 @@ def bench(
     ctx: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a window [default: 512]")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N windows of the text")] = None,
     activations: Activations = "int16",
+    kv: KvKind = "f16",
     threads: Threads = None,
     html: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write a report with pictures to this file, beside the rest")
@@ -93,7 +94,7 @@ def bench(
     with progress_bar() as progress, _opened(inputs or [], shape, schemes, threads, progress) as containers:
         report = measure(
             containers, n_prompt=prompt, n_tokens=n, rounds=rounds, context=context, text=text, ctx=ctx, chunks=chunks,
-            activations=activations, threads=threads, progress=progress,
+            activations=activations, kv=kv, threads=threads, progress=progress,
         )  # fmt: skip
     if html is not None:
         from w4conv.cli._report import as_html

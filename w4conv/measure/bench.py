@@ -128,11 +128,14 @@ class BenchText:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """isa: the tier that was used; dot_instruction: its dot product of 16-bit integers. activations: int16 or int8."""
+    """isa: the tier that was used; dot_instruction: its dot product of 16-bit integers. activations: int16 or int8.
+    kv: how keys and values were kept.
+    """
 
     isa: str
     dot_instruction: str
     activations: str
+    kv: str
     threads: int
     rounds: int
     machine: Machine
@@ -151,6 +154,7 @@ def bench(
     ctx: int | None = None,
     chunks: int | None = None,
     activations: str = "int16",
+    kv: str = "f16",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
@@ -172,7 +176,7 @@ def bench(
         stack.callback(counters.close)
         runs: list[_Run] = []
         for name, container in containers:
-            model = stack.enter_context(Model(container, threads=threads, activations=activations))
+            model = stack.enter_context(Model(container, threads=threads, kv=kv, activations=activations))
             longest = max(n_prompt + n_tokens, context + CURVE_TOKENS)
             if longest > model.ctx:
                 raise UsageError(f"{name}: {longest} tokens do not fit its {model.ctx} positions; ask for fewer")
@@ -202,6 +206,7 @@ def bench(
             isa=first.model.isa,
             dot_instruction=kernels.dot_instruction(),
             activations=first.model.activations,
+            kv=kv,
             threads=first.model.threads,
             rounds=rounds,
             machine=Machine.here(),
