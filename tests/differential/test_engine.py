@@ -68,6 +68,7 @@ def test_int8_is_close_and_int4_is_near(case: Case, tmp_path: Path) -> None:
     errors = {}
     for scheme in ("w8a16", "w4a16"):
         w4conv.quantize(case.folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32)
+        assert w4conv.verify(tmp_path / f"{scheme}.w4", against=case.folder).ok
         with Model(tmp_path / f"{scheme}.w4") as model:
             of_tokens = ((model.logits(case.tokens) - want) ** 2).mean(1) / np.var(want)
             # The median: where experts are chosen, a small error makes a few tokens choose another one.
