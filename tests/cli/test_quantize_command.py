@@ -77,7 +77,7 @@ def test_usage_errors(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
     w4("quantize", checkpoint, "o.w4", "--embeddings", "int2").failed(2, "int2", "int8")
     w4("quantize", checkpoint, "o.w4", "-t", "0").failed(2, "'-t'")
     w4("quantize", checkpoint, "o.w4", "-t", "9999").failed(2, "'-t'")
-    w4("quantize", checkpoint, "o.w4", "-t", "two").failed(2, "'-t'", "integer")
+    w4("quantize", checkpoint, "o.w4", "-t", "two").failed(2, "'-t'", "'two'")
     w4("quantize", checkpoint).failed(2, "Missing argument 'OUT'", "quantize --help")
     w4("quantize", checkpoint, checkpoint).failed(2, "the source itself")
     w4("quantize", checkpoint, checkpoint / "o.w4").failed(2, "inside the source")

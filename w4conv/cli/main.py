@@ -19,7 +19,7 @@ EPILOG = """\
 \b
 Exit codes:
     0  done
-    1  a check did not hold (verify), something differs (diff)
+    1  a check did not hold, or diff found differences
     2  usage: impossible or contradictory options
     3  input missing, corrupt or unsupported
     4  output could not be written

@@ -30,7 +30,7 @@ Examples:
   w4conv verify out.gguf --against out.w4
   w4conv verify out.w4 --ppl --text book.txt
   w4conv verify out.w4 --against in/ --kld --chunks 32
-  w4conv verify out.w4 --against in/ --chunks 8 --plot e.svg
+  w4conv verify out.w4 --against in/ --plot errors.svg
   w4conv verify out.w4 --against in/ --ppl --chunks 32 \\
       --max-ppl-increase 0.5 --json
   curl -s https://example.org/out.w4 | w4conv verify -
