@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name '*.cmake')
 PACKAGE := $(shell find w4conv -name '*.py' -o -name '*.pyi')
 
-PEERS := $(addprefix tests/differential/test_,export_llama_cpp.py gptqmodel.py onnx.py mlx.py)
+PEERS := $(addprefix tests/differential/test_,export_llama_cpp.py gguf_families.py tokenizers.py gptqmodel.py onnx.py)
 
 # The installed package is what runs, not the source tree in the current folder.
 export PYTHONSAFEPATH := 1
