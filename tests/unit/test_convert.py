@@ -17,14 +17,14 @@ import pytest
 from blake3 import blake3
 from helpers import as_dtype, make_llama_dir, write_safetensors
 
-from w4conv import codes, convert
+from w4conv import codes, convert, planning
 from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, OutputError, UsageError
 from w4conv.quantization.recipe import make_recipe
 from w4conv.quantization.reference import quantize_codes, quantize_rtn
 from w4conv.scheme import QuantScheme, int4, int8
-from w4conv.sources import open_source
+from w4conv.sources import base, open_source
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -179,7 +179,7 @@ def test_the_record(model: Path, tmp_path: Path) -> None:
 
 def test_the_version_in_the_record_is_that_of_the_package() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'version = "{convert.TOOL.removeprefix("w4conv ")}"' in text
+    assert f'version = "{planning.TOOL.removeprefix("w4conv ")}"' in text
 
 
 def test_the_report_counts_right(model: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_bytes_depend_on_nothing_but_the_input(tmp_path: Path, monkeypatch: pyte
     quantize(first, tmp_path / "1.w4", threads=1)
     expected = (tmp_path / "1.w4").read_bytes()
     for threads, block in ((2, 1 << 25), (1, 1), (2, 20_000)):
-        monkeypatch.setattr(convert, "BLOCK_NBYTES", block)
+        monkeypatch.setattr(base, "BLOCK_NBYTES", block)
         quantize(second, tmp_path / "2.w4", threads=threads, overwrite=True)
         assert (tmp_path / "2.w4").read_bytes() == expected
 
@@ -350,7 +350,7 @@ def spoil(model: Path, name: str, at: tuple[int, ...], value: float) -> None:
 def test_values_that_cannot_be_coded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, scheme: str, reason: str, block: int
 ) -> None:
-    monkeypatch.setattr(convert, "BLOCK_NBYTES", block)
+    monkeypatch.setattr(base, "BLOCK_NBYTES", block)
     spoil(model, UP, (53, 7), value)
     out = tmp_path / "out.w4"
     column = r"\d+" if "scale" in reason else "7"

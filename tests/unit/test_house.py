@@ -22,6 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("quantization", "container", "sources", "models"),
     (
         "convert",
+        "planning",
+        "writing",
         "verification",
         "inspection",
         "extraction",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,10 +11,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.scheme import QuantScheme
+from w4conv.codes import VALUE_DTYPES
+from w4conv.scheme import TILE_ROWS, QuantScheme
 
 TOOL_TEMPLATE: Final = "chat_template.tool_use.jinja"  # in a directory: additional_chat_templates/tool_use.jinja
 PLAIN: Final = ("F16", "BF16", "F32")
+BLOCK_NBYTES: Final = 1 << 25  # of values held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,14 @@ class Source(ABC):
         """Some rows of a matrix, or matrices of a stack, whose `coding` is not None, as codes and scales that mean just
         what `read` gives."""
         raise NotImplementedError(f"{self.kind}: {name} has no coding")
+
+    def row_blocks(self, name: str) -> Iterator[slice]:
+        """Slices of the rows of a matrix, or of each matrix of a stack: whole tiles of bounded size."""
+        stored = self.tensors[name]
+        n_rows, n_columns = stored.shape[-2:]
+        row_nbytes = max(n_columns * VALUE_DTYPES[stored.dtype.lower()].itemsize, 1)
+        step = max(BLOCK_NBYTES // row_nbytes // TILE_ROWS, 1) * TILE_ROWS
+        return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
 
     @abstractmethod
     def close(self) -> None:

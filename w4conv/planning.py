@@ -1,0 +1,282 @@
+"""What a conversion is going to write: source and recipe in, the layout of the container and its provenance out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import __version__, codes
+from w4conv.calibration import CalibrationText, read_calibration
+from w4conv.container import Layout, TensorPlan, plan
+from w4conv.errors import InputError, UsageError
+from w4conv.models import parse_config
+from w4conv.models.spec import ModelSpec
+from w4conv.progress import Progress
+from w4conv.quantization.allocation import MENU, Item, allocate
+from w4conv.quantization.calibrated import DAMPING_PERCENTS, METHODS
+from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
+from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
+from w4conv.runtime.tokenizer import highest_ids
+from w4conv.sensitivity import Sensitivity
+from w4conv.sources.base import Source
+
+TOOL: Final = f"w4conv {__version__}"
+HEAD: Final = "lm_head.weight"
+# Buffers that old checkpoints carry and that follow from the config.
+HARMLESS: Final = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias")
+
+Array = npt.NDArray[np.generic]
+
+
+class ConversionPlan:
+    """One source planned by one recipe. Creating it checks everything but the values, with target_bpw these too.
+
+    layout: of the whole file. recipe: with the rules that target_bpw, if given, has added in front, n_allocated.
+    method: the word for the record; methods: matrix -> its own, of those that are calibrated, on `text`.
+    coded: names of tensors whose codes and scales are taken as they are. notes: for the user and the record.
+    file_nbytes: of each source file.
+    """
+
+    def __init__(
+        self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None,
+        target: Decimal | None, *, generic: bool, threads: int | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        """calibration: the text, and how many tokens of it in sequences of how many."""
+        self.source = source
+        self.recipe = recipe
+        self.notes = list(source.notes)
+        self.coded: set[str] = set()
+        config = self._config()
+        self.model: Inventory
+        if generic:
+            self.model = generic_model(config, ((name, t.shape) for name, t in source.tensors.items()))
+            self.notes.append(
+                "architecture generic: matrices are linear weights unless their names say embedding or head; "
+                "what is written cannot be run"
+            )
+        else:
+            try:
+                self.model = parse_config(config)
+            except InputError as error:
+                raise self._fail(f"{error}. With --architecture generic it is converted, but cannot be run") from None
+            self._check_vocabulary(self.model)
+        self._choices = recipe.choices(self.model)
+        self.methods = self._calibrated(method, with_text=calibration is not None)
+        self.text: CalibrationText | None = None
+        if calibration is not None:
+            path, tokens, ctx = calibration
+            self.text = read_calibration(path, source.blobs, self.spec(), tokens=tokens, ctx=ctx)
+        self._check_source()
+        self.target, self.n_allocated = target, 0
+        if target is not None:
+            chosen = self._allocate(target, threads, progress)
+            self.n_allocated = len(chosen)
+            self.recipe = replace(recipe, rules=(*chosen, *recipe.rules))
+            self._choices = self.recipe.choices(self.model)
+            self.methods = self._calibrated(method, with_text=calibration is not None)
+        tensors = self._plan_tensors()
+        self.method = "keep" if self.coded and method == "rtn" else method
+        self.file_nbytes = [file.stat().st_size for file in source.files]
+        blobs = {name: source.blobs[name] for name in sorted(source.blobs)}
+        self.layout: Layout = plan(tensors, blobs, self._provenance(tensors))
+
+    def _calibrated(self, default: str, *, with_text: bool) -> dict[str, str]:
+        """Matrix -> its method, of those that are calibrated."""
+        methods = {}
+        for t in self.model.tensors():
+            choice = self._choices[t.name]
+            method = known_method(choice.method or default)
+            if with_text and is_calibrated(t.role, choice.kind, tied_head=self.model.tied_head):
+                methods[t.name] = method
+            elif choice.method is not None and method != "rtn":
+                if not with_text:
+                    raise UsageError(f"recipe: method {method} for {t.name} needs a text: name it with --calibration")
+                raise UsageError(
+                    f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
+                    f"as {' or '.join(CALIBRATED)}, and heads as int4"
+                )
+        if with_text and not methods:
+            raise UsageError(
+                f"scheme {self.recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
+            )
+        return methods
+
+    def _allocate(self, target: Decimal, threads: int | None, progress: Progress) -> list[tuple[str, Rule]]:
+        """A rule for each matrix that no rule of the recipe codes."""
+        tensors = self.model.tensors()
+        free = [t for t in tensors if not self._choices[t.name].explicit]
+        if not free:
+            raise UsageError("the recipe says the scheme of every matrix, so there is nothing to choose for target-bpw")
+        sizes = {t.name: tuple(sum(codes.part_sizes(s, t.shape).values()) for s in MENU) for t in free}
+        taken = sum(
+            sum(codes.part_sizes(self._choices[t.name].coding(self.source.tensors[t.name].dtype), t.shape).values())
+            for t in tensors if t.name not in sizes
+        )  # fmt: skip
+        n_parameters = sum(math.prod(t.shape) for t in tensors)
+        least, most = (Decimal(8 * (taken + sum(s[i] for s in sizes.values()))) / n_parameters for i in (0, -1))
+        if not least <= target <= most:
+            low, high = least.quantize(Decimal("0.001"), ROUND_CEILING), most.quantize(Decimal("0.001"), ROUND_FLOOR)
+            raise UsageError(
+                f"target-bpw {target} is out of reach: from {MENU[0]} to {MENU[-1]} this model has {low} to "
+                f"{high} bits a weight"
+            )
+        progress.start(sum(self.source.tensors[t.name].nbytes or math.prod(t.shape) * 2 for t in free))
+        sensitivity = Sensitivity(self.source, free, MENU, threads=threads, advance=progress.advance)
+        losses = (
+            sensitivity.from_weights() if self.text is None
+            else sensitivity.from_text(self.spec(), self.text.sequences)
+        )  # fmt: skip
+        budget = int(target * n_parameters / 8) - taken
+        chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)
+        by = "the error of their weights" if self.text is None else "what they lose on the text"
+        self.notes.append(f"schemes of {len(free)} matrices chosen for {target} bits a weight, by {by}")
+        return [(name, Rule(MENU[i].kind, MENU[i].group_size)) for name, i in chosen.items()]
+
+    def _check_vocabulary(self, spec: ModelSpec) -> None:
+        """A tokenizer may have fewer tokens than the model, or special ones beyond those of a text model."""
+        own, added = highest_ids(self.source.blobs.get("tokenizer.json", b""))
+        if own >= spec.vocab_size:
+            raise self._fail(
+                f"tokenizer.json has tokens up to {own}, but the model only {spec.vocab_size}: it belongs to another "
+                "model. Put the right one beside the weights, or take it away to convert without a tokenizer"
+            )
+        if added >= spec.vocab_size:
+            self.notes.append(
+                f"tokenizer.json adds tokens up to {added}, but the model has only {spec.vocab_size}: a text with "
+                "those beyond cannot be run"
+            )
+
+    def spec(self) -> ModelSpec:
+        """The model, where it is run."""
+        assert isinstance(self.model, ModelSpec)
+        return self.model
+
+    def _fail(self, message: str) -> InputError:
+        return InputError(f"{self.source.path}: {message}")
+
+    def _config(self) -> Mapping[str, object]:
+        try:
+            config = json.loads(self.source.blobs["config.json"])
+        except (ValueError, RecursionError) as error:
+            raise self._fail(f"config.json is not JSON: {error}") from error
+        if not isinstance(config, Mapping):
+            raise self._fail("config.json is not a JSON object")
+        return config
+
+    def _check_source(self) -> None:
+        """That the source has every tensor that the model needs; notes what of the source is left out."""
+        needed = {t.name: t for t in self.model.tensors()}
+        stored = self.source.tensors
+        missing = [name for name in needed if name not in stored]
+        if missing:
+            raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. Fetch the checkpoint again")
+        extra = [name for name in stored if name not in needed]
+        if self.model.tied_head and HEAD in extra:
+            extra.remove(HEAD)
+            self._note_tied_head()
+        if zeros := [name for name in extra if name.endswith(".bias") and not self.source.read(name).any()]:
+            extra = [name for name in extra if name not in zeros]
+            self.notes.append(
+                f"left out, as {self.model.architecture} has no such biases and all are zero: {_some(zeros)}"
+            )
+        if unknown := [name for name in extra if not name.endswith(HARMLESS)]:
+            raise self._fail(
+                f"tensors that {self.model.architecture} does not have: {_some(unknown)}. "
+                "The config does not belong to these weights, or the model is of a kind not supported"
+            )
+        if extra:
+            self.notes.append(f"left out, since the config says as much: {_some(sorted(extra))}")
+        for name, t in needed.items():
+            if stored[name].shape != t.shape:
+                raise self._fail(f"{name}: shape is {stored[name].shape}, but the config asks for {t.shape}")
+
+    def _plan_tensors(self) -> list[TensorPlan]:
+        """Every tensor that the model needs, with its scheme; notes what is rounded a second time."""
+        out = []
+        again: dict[str, list[str]] = {}
+        for t in self.model.tensors():
+            name, found = t.name, self.source.tensors[t.name]
+            choice = self._choices[name]
+            coding = choice.coding(found.dtype)
+            if found.coding is not None and choice.keeps:
+                coding = found.coding
+                self.coded.add(name)
+            elif found.is_quantized and len(t.shape) >= 2:
+                again.setdefault(f"{found.stored_as} as {coding}", []).append(name)
+            out.append(TensorPlan(name, t.shape, coding, found.stored_as))
+        for change, names in again.items():
+            exact = change.endswith(" as f32")
+            what = "stored as float32, exactly" if exact else "rounded a second time"
+            self.notes.append(f"quantized already and {what}: {len(names)} tensors, {change}")
+        return out
+
+    def _note_tied_head(self) -> None:
+        embedding = self.model.tensors()[0].name
+        if self._equal(embedding, HEAD):
+            self.notes.append(f"{HEAD} equals {embedding} and is stored once")
+        else:
+            self.notes.append(
+                f"{HEAD} differs from {embedding}, but tie_word_embeddings in the config wins: it is left out"
+            )
+
+    def _equal(self, a: str, b: str) -> bool:
+        first, second = self.source.tensors[a], self.source.tensors[b]
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        return all(
+            np.array_equal(_bits(self.source.read(a, rows)), _bits(self.source.read(b, rows)))
+            for rows in self.source.row_blocks(a)
+        )
+
+    def _provenance(self, tensors: list[TensorPlan]) -> dict[str, Any]:
+        """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
+        files = zip(self.source.files, self.file_nbytes, strict=True)
+        record: dict[str, Any] = {
+            "tool": TOOL,
+            "method": self.method,
+            "scheme": self.recipe.scheme,
+            "embeddings": self.recipe.embeddings,
+            "source": {
+                "kind": self.source.kind,
+                "files": [{"name": file.name, "nbytes": nbytes} for file, nbytes in files],
+            },
+            "notes": self.notes.copy(),
+        }
+        if not all(t.scheme.is_float for t in tensors):
+            record["group_size"] = self.recipe.group_size
+        if isinstance(self.model, GenericModel):
+            record["architecture"] = GENERIC
+        if self.source.gptq_zero15 is not None:
+            record["gptq_zero15"] = self.source.gptq_zero15
+        if self.recipe.rules:
+            record["recipe"] = self.recipe.record()
+        if self.target is not None:
+            record["target_bpw"] = str(self.target)
+        if self.text is not None:
+            record["calibration"] = self.text.record() | {"damping_percents": list(DAMPING_PERCENTS)}
+        return record
+
+
+def known_method(method: str) -> str:
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+    return method
+
+
+def _bits(values: Array) -> Array:
+    """Unsigned integers of the same size, which compare by their bytes: NaN equals itself, -0.0 is not 0.0."""
+    return values.view(f"u{values.itemsize}")
+
+
+def _some(names: list[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
