@@ -3,7 +3,7 @@ it give. One layer's weights and moments are held at a time, and the hidden rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,7 @@ from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
 
 F32Array = npt.NDArray[np.float32]
+Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as the container has them
 
 HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
 TIED_SHARE: Final = 4  # one sequence in so many is run to see what a tied head reads
@@ -96,18 +97,24 @@ class _Seen:
 
 
 class Calibrator:
-    """Rounds the layers of a source in order. `layout` says how each tensor is coded."""
+    """Rounds the layers of a source in order. `layout` says how each tensor is coded.
+
+    Layers that an interrupted conversion has written are not rounded again, but run with what was written.
+    """
 
     def __init__(
         self, source: Source, spec: ModelSpec, layout: Layout, text: CalibrationText, methods: Mapping[str, str], *,
-        threads: int | None, solved: Callable[[int, str], None],
+        threads: int | None, solved: Callable[[int, str], None], kept: Collection[str] = (),
+        stored: Callable[[str], Parts] | None = None,
     ) -> None:  # fmt: skip
         """methods: of each matrix that is to be solved; the others are coded without regard to their inputs.
 
-        solved: told the bytes of each source matrix, and its name, once it is rounded.
+        solved: told the bytes of each source matrix, and its name, once it is rounded. kept: names of the first
+        tensors, which are written already; `stored` gives their parts.
         """
         self._source, self._spec, self._layout, self._methods = source, spec, layout, methods
         self._threads, self._solved = threads, solved
+        self._kept, self._stored = kept, stored
         self._sequences = text.sequences
         # Hidden rows (n, ctx, padded hidden_size) of the model as it was, and of the one rounded so far.
         self._streams: tuple[F32Array, F32Array] | None = None
@@ -117,7 +124,10 @@ class Calibrator:
         self.chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
 
     def take(self, name: str) -> Solution:
-        """The rounding of a matrix; they are asked for in the order of the model, each once. Raises InputError."""
+        """The rounding of a matrix that is not kept; asked for in the order of the model, each once.
+
+        Raises InputError.
+        """
         if self._streams is None:
             self._start()
         while name not in self._done:
@@ -129,18 +139,18 @@ class Calibrator:
             self._next_layer += 1
         return self._done.pop(name)
 
-    def note(self) -> str:
+    def notes(self) -> list[str]:
         won = ", ".join(f"{method} {n}" for method, n in self.chosen.items() if n)
-        return f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"
+        return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
 
     def _start(self) -> None:
         exact = self._embed(self._original_rows)
         embedding = self._spec.tensors()[0]
         if embedding.name in self._methods:  # and the head, what its error is judged as
-            self._solve_rows(embedding, self._exact_head(exact[::TIED_SHARE].copy()))
-            solution = self._done[embedding.name]
-            scheme = self._layout.tensors[embedding.name].scheme
-            self._streams = exact, self._embed(lambda ids: _solved_rows(solution, scheme, embedding.shape[1], ids))
+            if embedding.name not in self._kept:
+                self._solve_rows(embedding, self._exact_head(exact[::TIED_SHARE].copy()))
+            matrix = self._rounded(embedding)
+            self._streams = exact, self._embed(lambda ids: _some_rows(matrix, ids))
         else:
             self._streams = exact, self._embed(self._nearest_rows)
 
@@ -148,8 +158,16 @@ class Calibrator:
         assert self._streams is not None
         exact, hidden = self._streams
         linears, matrices, vectors = self._load(layer)
-        wanted = self._wanted(LayerModel(self._spec, layer, matrices, vectors, threads=self._threads), exact)
-        for place in Captured._fields:
+        original = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+        if all(t.name in self._kept for t in linears.values()):
+            for sequence in exact:
+                original.run(sequence)
+            matrices |= {part: self._rounded(t) for part, t in linears.items()}
+            places: tuple[str, ...] = ()
+        else:
+            wanted = self._wanted(original, exact)
+            places = Captured._fields
+        for place in places:
             model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
             seen = self._observe(model, place, hidden, wanted)
             for part in (part for part in linears if READS[part] == place):
@@ -215,17 +233,26 @@ class Calibrator:
         )
 
     def _round(self, t: TensorSpec, seen: _Seen) -> Matrix:
-        scheme = self._layout.tensors[t.name].scheme
         if t.name not in self._methods:
-            kept = self._source.tensors[t.name].coding == scheme  # then its values as they are
-            return self._original(t) if kept else self._coded(t, scheme)
+            scheme = self._layout.tensors[t.name].scheme
+            same = self._source.tensors[t.name].coding == scheme  # then its values as they are
+            return self._original(t) if same else self._coded(t, scheme)
         values = self._source.read(t.name)
-        s = self._solve(t, values, 0, seen, of_inputs=READS[t.part] in NORMED)
-        self._done[t.name] = s
-        self.chosen[s.method] += 1
-        self._solved(values.nbytes, t.name)
-        parts = {"codes": kernels.as_bytes(s.codes), "scales": kernels.as_bytes(s.scales)}
-        return scheme, (t.shape[0], t.shape[1]), parts
+        s = self._done[t.name] = self._solve(t, values, 0, seen, of_inputs=READS[t.part] in NORMED)
+        if t.name not in self._kept:  # where only part of a layer is, the rest needs the same inputs
+            self.chosen[s.method] += 1
+            self._solved(values.nbytes, t.name)
+        return self._rounded(t)
+
+    def _rounded(self, t: TensorSpec) -> Matrix:
+        """As it is written, or is going to be."""
+        if t.name in self._kept:
+            assert self._stored is not None
+            parts = self._stored(t.name)
+        else:
+            s = self._done[t.name]
+            parts = {"codes": kernels.as_bytes(s.codes), "scales": kernels.as_bytes(s.scales)}
+        return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
 
     def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
         """values: rows of t from `row` on. of_inputs: whether what is lacking is so of the inputs."""
@@ -337,12 +364,13 @@ def _nearest(
     return {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
 
 
-def _solved_rows(s: Solution, scheme: QuantScheme, n_columns: int, ids: npt.NDArray[np.int64]) -> F32Array:
-    """Rows `ids` of what a solution stands for."""
+def _some_rows(matrix: Matrix, ids: npt.NDArray[np.int64]) -> F32Array:
+    scheme, (n_rows, n_columns), parts = matrix
+    tiles = {kind: part.reshape(codes.n_tiles(n_rows), -1) for kind, part in parts.items()}
     out = np.empty((len(ids), n_columns), np.float32)
     for i, (tile, row) in enumerate(zip(ids // TILE_ROWS, ids % TILE_ROWS, strict=True)):
-        parts = {"codes": kernels.as_bytes(s.codes[tile]), "scales": kernels.as_bytes(s.scales[tile])}
-        out[i] = codes.dequantize(scheme, (TILE_ROWS, n_columns), parts)[row]
+        of_tile = {kind: part[tile] for kind, part in tiles.items()}
+        out[i] = codes.dequantize(scheme, (TILE_ROWS, n_columns), of_tile)[row]
     return out
 
 

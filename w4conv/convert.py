@@ -115,7 +115,8 @@ def quantize(
 
     threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
     tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
-    be resumed; calibration starts again. dry_run: plan and check everything but the values, write
+    be resumed; layers already written are run again to calibrate the rest, but not rounded again. dry_run: plan and
+    check everything but the values, write
     nothing.
 
     The file appears whole under its name or not at all. The same source and options give the same bytes, resumed or

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from w4conv import codes, kernels
 from w4conv.calibration import Calibrator
 from w4conv.container import Journal, Writer, open_target, stamp
+from w4conv.container.target import Target
 from w4conv.digests import FileDigests
 from w4conv.errors import InputError
 from w4conv.planning import ConversionPlan
@@ -28,20 +30,19 @@ def write(
     """(conversion digest, notes on the values). Raises InputError, OutputError."""
     itemsize = {name: codes.VALUE_DTYPES[t.dtype.lower()].itemsize for name, t in plan.source.tensors.items()}
     progress.start(sum(t.n_values * itemsize[t.name] for t in plan.layout.tensors.values()))
-    calibrator = _calibrator(plan, threads, progress)
-    n_underflowed = n_tensors = n_kept = 0
+    n_underflowed = n_tensors = 0
     sources = stamp(plan.source.files)
     with (
         FileDigests(plan.source.files) as digests,
         open_target(out, plan.layout.file_nbytes, overwrite=overwrite, resume=resume) as target,
     ):
         writer = Writer(target, plan.layout, log=Journal(target, plan.layout, sources))
+        kept = set(itertools.takewhile(lambda name: name != writer.due, plan.layout.tensors))
+        calibrator = _calibrator(plan, target, kept, threads, progress)
         values = _Values(plan, writer, threads, progress)
         for name, info in plan.layout.tensors.items():
-            if name != writer.due:
-                n_kept += 1
-                if name not in plan.methods:  # those are solved again
-                    progress.advance(info.n_values * itemsize[name], name)
+            if name in kept:
+                progress.advance(info.n_values * itemsize[name], name)
                 continue
             if calibrator is not None and name in plan.methods:
                 n = _write_solution(writer, name, calibrator.take(name))
@@ -51,13 +52,11 @@ def write(
             n_tensors += n > 0
         digest = writer.finish(digests.result())
         left = target.removed
-    notes = []
-    if calibrator is not None:
-        notes.append(calibrator.note())
+    notes = [] if calibrator is None else calibrator.notes()
     if left:
         notes.append("what an interrupted conversion had left was removed")
-    if n_kept:
-        notes.append(f"resumed: {n_kept} tensors were complete already; notes on values are about the others")
+    if kept:
+        notes.append(f"resumed: {len(kept)} tensors were complete already; notes on values are about the others")
     if n_underflowed:
         notes.append(
             f"{n_underflowed} groups in {n_tensors} tensors hold values so small that their FP16 scale is zero: "
@@ -66,12 +65,20 @@ def write(
     return digest, tuple(notes)
 
 
-def _calibrator(plan: ConversionPlan, threads: int | None, progress: Progress) -> Calibrator | None:
+def _calibrator(
+    plan: ConversionPlan, target: Target, kept: Collection[str], threads: int | None, progress: Progress
+) -> Calibrator | None:
     if plan.text is None:
         return None
+
+    def stored(name: str) -> dict[str, npt.NDArray[np.uint8]]:
+        parts = plan.layout.tensors[name].parts
+        return {part.kind: np.frombuffer(target.read_at(part.offset, part.nbytes), np.uint8) for part in parts}
+
     return Calibrator(
-        plan.source, plan.spec(), plan.layout, plan.text, plan.methods, threads=threads, solved=progress.advance
-    )
+        plan.source, plan.spec(), plan.layout, plan.text, plan.methods, threads=threads, solved=progress.advance,
+        kept=kept, stored=stored,
+    )  # fmt: skip
 
 
 def _write_solution(writer: Writer, name: str, solution: Solution) -> int:

@@ -290,14 +290,44 @@ class Stop:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("n", [3, 9, 16])
-def test_interrupted_and_resumed(model: Path, text: Path, tmp_path: Path, n: int) -> None:
-    whole, out = tmp_path / "whole.w4", tmp_path / "out.w4"
-    quantize(model, whole, calibration=text, **SMALL)
+@pytest.fixture(scope="module")
+def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    out = tmp_path_factory.mktemp("whole") / "whole.w4"
+    quantize(model, out, calibration=text, **SMALL)
+    return out.read_bytes()
+
+
+# Stopped while a layer is rounded (its 7 matrices), and at the norm in the midst of writing one, or after both.
+@pytest.mark.parametrize(
+    ("n", "n_solved"), [(3, 14), (9, 14), (10, 14), (12, 7), (16, 7), (19, 7), (20, 0)],
+)  # fmt: skip
+def test_interrupted_and_resumed(
+    model: Path, text: Path, whole: bytes, tmp_path: Path, n: int, n_solved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.w4"
     with pytest.raises(KeyboardInterrupt):
         quantize(model, out, calibration=text, resume=True, progress=Stop(n), **SMALL)
+    solved: list[str] = []
+
+    def count(*args: Any, **options: Any) -> Any:
+        solved.append(args[3])
+        return solve(*args, **options)
+
+    monkeypatch.setattr("w4conv.calibration.solve", count)
+    monkeypatch.setenv("W4CONV_ISA", "scalar")
     progress = Stop()
-    report = quantize(model, out, calibration=text, resume=True, progress=progress, **SMALL)
+    report = quantize(model, out, calibration=text, resume=True, progress=progress, threads=1, **SMALL)
     assert any(note.startswith("resumed: ") and not note.startswith("resumed: 0") for note in report.notes)
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == whole
     assert progress.left == 0
+    assert len(solved) == n_solved
+    assert any("rounding chosen" in note for note in report.notes) == (n_solved > 0)
+
+
+def test_interrupted_again_and_again(model: Path, text: Path, whole: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "out.w4"
+    for n in (9, 11, 16, 21):
+        with pytest.raises(KeyboardInterrupt):
+            quantize(model, out, calibration=text, resume=True, progress=Stop(n), **SMALL)
+    quantize(model, out, calibration=text, resume=True, **SMALL)
+    assert out.read_bytes() == whole

@@ -60,8 +60,12 @@ class Target:
     def read_at(self, offset: int, n: int) -> bytes:
         """`n` bytes, or fewer at the end of the file."""
         assert self.file
+        blocks = []
         with _output_errors(self._path):
-            return os.pread(self.file.fileno(), n, offset)
+            while n and (block := os.pread(self.file.fileno(), min(n, _BYTES_AT_ONCE), offset)):
+                blocks.append(block)
+                n, offset = n - len(block), offset + len(block)
+        return b"".join(blocks)
 
     def write_at(self, offset: int, data: bytes) -> None:
         """A few bytes elsewhere; `write` goes on where it was."""
