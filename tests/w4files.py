@@ -28,14 +28,14 @@ ALL_SCHEMES = [
     *(QuantScheme(kind) for kind in scheme.FLOAT_KINDS),
     *(
         QuantScheme(kind, group_size, dtype)
-        for kind in ("int4", "int4z", "nf4", "fp4", "int8")
+        for kind in ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "int8")
         for group_size, dtype in ((32, "f16"), (0, "f32"))
     ),
 ]
 
 
 def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Codes, scales and zero points of a tensor, random and packed, as uint8 arrays."""
+    """Codes, scales, zero points and offsets of a tensor, random and packed, as uint8 arrays."""
     rng = np.random.default_rng(seed)
     if len(shape) < 2:
         return {"values": random_values(coding, shape, seed).reshape(-1).view(np.uint8)}
@@ -47,9 +47,14 @@ def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> di
     q = rng.integers(lowest, end, matrices, dtype)
     groups = (n_matrices, n_rows, coding.n_groups(n_columns))
     scales = rng.standard_normal(groups).astype(codes.SCALE_DTYPES[coding.scale_dtype])
+    if coding.kind == "e2m1":  # as MXFP4 has them
+        scales = np.exp2(rng.integers(-9, 3, groups)).astype(scales.dtype)
     parts = {"codes": as_bytes(codes.pack(coding, q)), "scales": as_bytes(codes.pack_rows(scales))}
     if coding.kind == "int4z":
         parts["zero_points"] = as_bytes(codes.pack_rows(rng.integers(0, 16, groups, np.uint8)))
+    if coding.kind == "int4o":
+        offsets = rng.standard_normal(groups).astype(codes.SCALE_DTYPES[coding.scale_dtype])
+        parts["offsets"] = as_bytes(codes.pack_rows(offsets))
     return parts
 
 

@@ -38,6 +38,7 @@ class MatrixParts:
         codes: npt.NDArray[np.uint8],
         scales: npt.NDArray[np.uint8],
         zero_points: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.uint8],
     ) -> None: ...
 
 def dequantize(pool: Pool, parts: MatrixParts, out: npt.NDArray[np.float32]) -> None: ...

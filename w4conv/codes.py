@@ -38,7 +38,9 @@ NF4: Final = (
 )  # fmt: skip
 _FP4_MAGNITUDES: Final = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
-CODEBOOKS: Final = {"nf4": np.array(NF4, np.float32), "fp4": np.array(FP4, np.float32)}
+_E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
+E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
+CODEBOOKS: Final = {kind: np.array(t, np.float32) for kind, t in (("nf4", NF4), ("fp4", FP4), ("e2m1", E2M1))}
 _PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
 
 
@@ -74,6 +76,8 @@ def part_sizes(scheme: QuantScheme, shape: Sequence[int]) -> dict[str, int]:
     sizes = {"codes": rows * n_lines * 4, "scales": n_scales * SCALE_DTYPES[scheme.scale_dtype].itemsize}
     if scheme.kind == "int4z":
         sizes["zero_points"] = n_scales
+    if scheme.kind == "int4o":
+        sizes["offsets"] = sizes["scales"]
     return sizes
 
 
@@ -140,17 +144,19 @@ def unpack_rows(tiles: Array, n_rows: int) -> Array:
     return rows[:, :n_rows]
 
 
-def pack_matrix(scheme: QuantScheme, codes: Array, scales: Array, zero_points: Array | None = None) -> dict[str, Array]:
+def pack_matrix(
+    scheme: QuantScheme, codes: Array, scales: Array, zero_points: Array | None = None, offsets: Array | None = None
+) -> dict[str, Array]:
     """The parts of a quantized matrix, or of whole tiles of its rows.
 
-    codes: (n_rows, n_columns) as `pack` takes them. scales, zero_points: (n_rows, n_groups).
+    codes: (n_rows, n_columns) as `pack` takes them. scales, zero_points, offsets: (n_rows, n_groups).
     """
-    parts: dict[str, Array] = {
-        "codes": pack(scheme, codes[None]),
-        "scales": pack_rows(scales[None].astype(SCALE_DTYPES[scheme.scale_dtype])),
-    }
+    dtype = SCALE_DTYPES[scheme.scale_dtype]
+    parts: dict[str, Array] = {"codes": pack(scheme, codes[None]), "scales": pack_rows(scales[None].astype(dtype))}
     if zero_points is not None:
         parts["zero_points"] = pack_rows(zero_points[None].astype(np.uint8))
+    if offsets is not None:
+        parts["offsets"] = pack_rows(offsets[None].astype(dtype))
     return parts
 
 
@@ -168,7 +174,8 @@ def f32_to_bf16(values: F32Array) -> npt.NDArray[np.uint16]:
 def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Array]) -> F32Array:
     """float32 values of `shape` from the raw parts of a tensor (uint8 arrays), by w4-codes 5.
 
-    Every product is a float32 product of exact operands: code (or codebook entry) times scale.
+    Every product is a float32 product of exact operands: code (or codebook entry) times scale; of int4o the offset is
+    added to it.
     """
     shape = tuple(shape)
     if scheme.is_float:
@@ -198,6 +205,8 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
         levels = codes.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # the scales of a file not verified may be anything
         levels *= scales
+        if scheme.kind == "int4o":
+            levels += per_column("offsets", SCALE_DTYPES[scheme.scale_dtype])
     return levels.reshape(shape)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from w4conv import _native, codes
 from w4conv.errors import UsageError
-from w4conv.scheme import F32, TILE_ROWS, QuantScheme
+from w4conv.scheme import F32, KEPT_ONLY, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
@@ -54,7 +54,7 @@ def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int
     values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
     (16 rows) may be coded one after another and concatenated. Raises BadValueError.
     """
-    if scheme.is_float or scheme.scale_dtype != "f16":
+    if scheme.is_float or scheme.kind in KEPT_ONLY or scheme.scale_dtype != "f16":
         raise UsageError(f"no native quantizer for scheme {scheme}")
     return _convert(values, dtype, scheme, threads)
 
@@ -108,7 +108,7 @@ def matrix_parts(scheme: QuantScheme, shape: tuple[int, int], parts: Mapping[str
     codes_ = part("values" if scheme.is_float else "codes")
     wide = scheme.scale_dtype == "f32"
     return _native.MatrixParts(
-        scheme.kind, *shape, scheme.group_size, wide, codes_, part("scales"), part("zero_points")
+        scheme.kind, *shape, scheme.group_size, wide, codes_, part("scales"), part("zero_points"), part("offsets")
     )
 
 

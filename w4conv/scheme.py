@@ -11,7 +11,10 @@ TILE_ROWS: Final = 16  # rows stored together
 DWORD_BITS: Final = 32  # one row's share of a line
 LINE_BYTES: Final = TILE_ROWS * DWORD_BITS // 8  # 64
 
-BITS: Final = {"int4": 4, "int4z": 4, "nf4": 4, "fp4": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32}
+BITS: Final = {
+    "int4": 4, "int4z": 4, "int4o": 4, "nf4": 4, "fp4": 4, "e2m1": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32,
+}  # fmt: skip
+KEPT_ONLY: Final = ("int4o", "e2m1")  # hold what other formats have; no values are rounded to them
 FLOAT_KINDS: Final = ("f16", "bf16", "f32")
 GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # 0: the whole row is one group
 
@@ -20,8 +23,8 @@ GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # 0: the whole row is one group
 class QuantScheme:
     """Coding of one tensor.
 
-    kind: "int4" (symmetric), "int4z" (with zero point), "nf4" and "fp4" (16-entry codebook), "int8" (symmetric),
-        "f16", "bf16", "f32" (values kept as they are).
+    kind: "int4" (symmetric), "int4z" (with zero point), "int4o" (with offset), "nf4", "fp4" and "e2m1" (16-entry
+        codebook), "int8" (symmetric), "f16", "bf16", "f32" (values kept as they are).
     group_size: consecutive columns of a row that share a scale; 0 means the whole row. 0 for float kinds.
     scale_dtype: "f16" or "f32"; "" for float kinds.
     """

@@ -130,19 +130,19 @@ class _Values:
 
     def _write_coded(self, name: str, scheme: QuantScheme) -> None:
         """Codes and scales as the source has them."""
-        rest: dict[str, list[Array]] = {"scales": [], "zero_points": []}
+        rest: dict[str, list[Array]] = {}
         for rows, coded in self._coded_blocks(name):
-            if not np.isfinite(coded.scales).all():
-                row, group = np.argwhere(~np.isfinite(coded.scales))[0].tolist()
-                raise self._bad(f"{name}: the scale of group {group} of row {rows.start + row} is NaN or infinite")
-            parts = codes.pack_matrix(scheme, coded.codes, coded.scales, coded.zero_points)
+            for what, numbers in (("scale", coded.scales), ("offset", coded.offsets)):
+                if numbers is not None and not np.isfinite(numbers).all():
+                    row, group = np.argwhere(~np.isfinite(numbers))[0].tolist()
+                    raise self._bad(f"{name}: the {what} of group {group} of row {rows.start + row} is NaN or infinite")
+            parts = coded.parts(scheme)
             self._writer.write(name, "codes", parts.pop("codes"))
             for kind, part in parts.items():
-                rest[kind].append(part)
+                rest.setdefault(kind, []).append(part)
             self._progress.advance(coded.codes.size * codes.VALUE_DTYPES["f32"].itemsize, name)
         for kind, blocks in rest.items():
-            if blocks:
-                self._writer.write(name, kind, np.concatenate(blocks, axis=1))
+            self._writer.write(name, kind, np.concatenate(blocks, axis=1))
 
     def _coded_blocks(self, name: str) -> Iterator[tuple[slice, CodedRows]]:
         """Rows of a matrix, or the whole of each matrix of a stack, as the source has them coded."""

@@ -37,8 +37,10 @@ extern "C" {
 #define W4_NO_MEMORY (-1)
 #define W4_MAX_RANK 8
 
-typedef enum { W4_INT4, W4_INT4Z, W4_NF4, W4_FP4, W4_INT8, W4_F16, W4_BF16, W4_F32, W4_N_SCHEMES } w4_scheme;
-typedef enum { W4_CODES, W4_SCALES, W4_ZERO_POINTS, W4_VALUES } w4_kind;
+typedef enum {
+    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_INT8, W4_F16, W4_BF16, W4_F32, W4_N_SCHEMES
+} w4_scheme;
+typedef enum { W4_CODES, W4_SCALES, W4_ZERO_POINTS, W4_OFFSETS, W4_VALUES } w4_kind;
 
 typedef struct {
     w4_kind kind;
@@ -633,8 +635,9 @@ static int w4__provenance(const w4_file *f, const uint8_t *object) { /* 3.5 */
 
 /* w4-codes 2: schemes. */
 
-static const char *const w4__scheme_names[W4_N_SCHEMES] = {"int4", "int4z", "nf4", "fp4", "int8", "f16", "bf16", "f32"};
-static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 8, 16, 16, 32};
+static const char *const w4__scheme_names[W4_N_SCHEMES] = {"int4", "int4z", "int4o", "nf4", "fp4",
+                                                           "e2m1", "int8",  "f16",   "bf16", "f32"};
+static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 8, 16, 16, 32};
 
 const char *w4_scheme_name(w4_scheme scheme) { return w4__scheme_names[scheme]; }
 
@@ -647,12 +650,19 @@ static const uint32_t w4__nf4[16] = {0xbf800000u, 0xbf3239b1u, 0xbf066b30u, 0xbe
 static const uint32_t w4__fp4[16] = {0x00000000u, 0x3baaaaabu, 0x3f2aaaabu, 0x3f800000u, 0x3eaaaaabu, 0x3f000000u,
                                      0x3e2aaaabu, 0x3e800000u, 0x80000000u, 0xbbaaaaabu, 0xbf2aaaabu, 0xbf800000u,
                                      0xbeaaaaabu, 0xbf000000u, 0xbe2aaaabu, 0xbe800000u};
+static const uint32_t w4__e2m1[16] = {0x00000000u, 0x3f000000u, 0x3f800000u, 0x3fc00000u, 0x40000000u, 0x40400000u,
+                                      0x40800000u, 0x40c00000u, 0x80000000u, 0xbf000000u, 0xbf800000u, 0xbfc00000u,
+                                      0xc0000000u, 0xc0400000u, 0xc0800000u, 0xc0c00000u};
+
+static const uint32_t *w4__codebook(w4_scheme scheme) { /* or NULL */
+    return scheme == W4_NF4 ? w4__nf4 : scheme == W4_FP4 ? w4__fp4 : scheme == W4_E2M1 ? w4__e2m1 : NULL;
+}
 
 enum { W4__CODEBOOK, W4__GROUP_SIZE, W4__NAME, W4__PARTS, W4__SCALE_DTYPE, W4__SCHEME, W4__SHAPE, W4__SOURCE_DTYPE };
 
 static int w4__scheme(w4_tensor *t, const uint8_t *const *values) { /* 3.7 */
     uint64_t group_size;
-    const uint32_t *table = NULL;
+    const uint32_t *table;
     int scheme = 0;
     while (scheme < W4_N_SCHEMES && !w4__is(values[W4__SCHEME], w4__scheme_names[scheme])) scheme++;
     if (scheme == W4_N_SCHEMES) return 0;
@@ -663,8 +673,7 @@ static int w4__scheme(w4_tensor *t, const uint8_t *const *values) { /* 3.7 */
     if (!w4__integer(values[W4__GROUP_SIZE], 256, &group_size)) return 0;
     if (group_size != 0 && group_size != 32 && group_size != 64 && group_size != 128 && group_size != 256) return 0;
     t->group_size = (uint32_t)group_size;
-    if (t->scheme == W4_NF4) table = w4__nf4;
-    if (t->scheme == W4_FP4) table = w4__fp4;
+    table = w4__codebook(t->scheme);
     if (table) {
         const uint8_t *entry = values[W4__CODEBOOK];
         int i, digit;
@@ -716,14 +725,14 @@ static uint32_t w4__part_sizes(const w4_tensor *t, w4_kind kinds[3], uint64_t si
     if (w4__is_float(t->scheme)) return 1;
     kinds[1] = W4_SCALES;
     sizes[1] = w4__n_padded_scales(t) * (t->scale_is_f32 ? 4 : 2);
-    kinds[2] = W4_ZERO_POINTS;
-    sizes[2] = w4__n_padded_scales(t);
-    return t->scheme == W4_INT4Z ? 3 : 2;
+    kinds[2] = t->scheme == W4_INT4O ? W4_OFFSETS : W4_ZERO_POINTS;
+    sizes[2] = t->scheme == W4_INT4O ? sizes[1] : w4__n_padded_scales(t);
+    return t->scheme == W4_INT4Z || t->scheme == W4_INT4O ? 3 : 2;
 }
 
 static int w4__parts(w4__walk *w, w4_tensor *t, const uint8_t *array) { /* 3.9 */
     static const char *const keys[] = {"kind", "nbytes", "offset"},
-                             *const names[] = {"codes", "scales", "zero_points", "values"};
+                             *const names[] = {"codes", "scales", "zero_points", "offsets", "values"};
     const uint8_t *p, *values[3];
     w4_kind kinds[3];
     uint64_t sizes[3], nbytes;
@@ -754,7 +763,7 @@ static int w4__tensor(w4__walk *w, w4_tensor *t, const uint8_t *object) { /* 3.6
     if (*object != '{' || !w4__name(v[W4__NAME], 0, &t->name)) return W4__CLAUSE(3, 6);
     if (!w4__scheme(t, v)) return W4__CLAUSE(3, 7);
     has_groups = !w4__is_float(t->scheme);
-    has_codebook = t->scheme == W4_NF4 || t->scheme == W4_FP4;
+    has_codebook = w4__codebook(t->scheme) != NULL;
     if (!known || !v[W4__PARTS] || !v[W4__SHAPE] || !v[W4__SOURCE_DTYPE]) return W4__CLAUSE(3, 6);
     if (!has_groups && (v[W4__GROUP_SIZE] || v[W4__SCALE_DTYPE])) return W4__CLAUSE(3, 6);
     if (!has_codebook && v[W4__CODEBOOK]) return W4__CLAUSE(3, 6);
@@ -998,12 +1007,16 @@ static float w4__f16(uint32_t bits) {
     return (sign ? -1.0f : 1.0f) * ((float)fraction * w4__f32(0x33800000u));
 }
 
+static float w4__scale(const w4_tensor *t, const uint8_t *p, uint64_t group) { /* or an offset */
+    return t->scale_is_f32 ? w4__f32(w4__u32(p + 64 * group)) : w4__f16(w4__u16(p + 32 * group));
+}
+
 uint64_t w4_n_rows(const w4_tensor *t) { return t->n_matrices * t->n_rows; }
 
 void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
-    const uint8_t *raw = f->bytes + t->parts[0].offset, *scales = NULL, *zeros = NULL;
+    const uint8_t *raw = f->bytes + t->parts[0].offset, *scales = NULL, *third = NULL;
     uint32_t bits = w4__bits[t->scheme], per_dword = 32 / bits;
-    uint64_t matrix, within, tile, lane, k;
+    uint64_t matrix, within, tile, lane, width, k;
     if (row >= w4_n_rows(t)) return;
     if (t->rank < 2) { /* 3.1: one after another */
         for (k = 0; k < t->n_columns; k++)
@@ -1016,12 +1029,15 @@ void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
     tile = matrix * w4__n_tiles(t) + within / 16;
     lane = within % 16;
     raw += (tile * w4__n_lines(t) * 16 + lane) * 4;
-    if (t->n_parts > 1) scales = f->bytes + t->parts[1].offset + (tile * t->n_groups * 16 + lane) * (t->scale_is_f32 ? 4 : 2);
-    if (t->n_parts > 2) zeros = f->bytes + t->parts[2].offset + tile * t->n_groups * 16 + lane;
+    width = t->scale_is_f32 ? 4 : 2;
+    if (t->n_parts > 1) scales = f->bytes + t->parts[1].offset + (tile * t->n_groups * 16 + lane) * width;
+    if (t->scheme != W4_INT4O) width = 1;
+    if (t->n_parts > 2) third = f->bytes + t->parts[2].offset + (tile * t->n_groups * 16 + lane) * width;
     for (k = 0; k < t->n_columns; k++) {
         uint32_t dword = w4__u32(raw + k / per_dword * 64), column = (uint32_t)(k % per_dword), code;
         uint64_t group = t->group_size ? k / t->group_size : 0;
         float level, scale;
+        volatile float product; /* so that no compiler fuses it with the sum */
         if (bits == 32) {
             out[k] = w4__f32(dword);
             continue;
@@ -1032,15 +1048,16 @@ void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
             continue;
         }
         code = bits == 4 ? dword >> (8 * (column % 4) + 4 * (column / 4)) & 15u : dword >> 8 * column & 255u;
-        scale = t->scale_is_f32 ? w4__f32(w4__u32(scales + 64 * group)) : w4__f16(w4__u16(scales + 32 * group));
+        scale = w4__scale(t, scales, group);
         switch (t->scheme) {
             case W4_INT4: level = (float)((int)code - 8); break;
-            case W4_INT4Z: level = (float)((int)code - (int)zeros[16 * group]); break;
-            case W4_NF4: level = w4__f32(w4__nf4[code]); break;
-            case W4_FP4: level = w4__f32(w4__fp4[code]); break;
+            case W4_INT4Z: level = (float)((int)code - (int)third[16 * group]); break;
+            case W4_INT4O: level = (float)code; break;
+            case W4_NF4: case W4_FP4: case W4_E2M1: level = w4__f32(w4__codebook(t->scheme)[code]); break;
             default: level = (float)(code > 127 ? (int)code - 256 : (int)code); break;
         }
-        out[k] = level * scale; /* 5.1 */
+        product = level * scale; /* 5.1 */
+        out[k] = t->scheme == W4_INT4O ? product + w4__scale(t, third, group) : product;
     }
 }
 

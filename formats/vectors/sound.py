@@ -42,7 +42,7 @@ def valid() -> Iterator[tuple[str, str, File]]:
         "zeros of both signs, subnormal numbers, the largest ones",
         make([tensor(s, shape, s, codes=bytes.fromhex(hexed)) for s, hexed in special.items() for shape in ((2, 4),)]),
     )
-    for scheme in ("int4", "int4z", "nf4", "fp4", "int8"):
+    for scheme in ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "int8"):
         yield (
             f"{scheme}",
             f"every group size and scale type of {scheme}, the last group short",
@@ -65,13 +65,14 @@ def valid() -> Iterator[tuple[str, str, File]]:
             [
                 tensor("three", (3, 2, 9), "int4", 32),
                 tensor("three z", (2, 17, 5), "int4z", 0),
+                tensor("three o", (2, 17, 5), "int4o", 0),
                 tensor("four", (2, 2, 3, 4), "int8", 32, "f32"),
                 tensor("eight", (1, 2, 1, 2, 1, 1, 2, 3), "nf4", 64),
             ]
         ),
     )
     yield "no-values", "dimensions of 0: parts of 0 bytes, listed like any other", make(
-        [tensor(f"{s} {shape}", shape, s, 32 * (s not in FLOATS)) for s in ("int4z", "int8", "f16")
+        [tensor(f"{s} {shape}", shape, s, 32 * (s not in FLOATS)) for s in ("int4z", "int4o", "int8", "f16")
          for shape in ((0, 8), (3, 0), (0, 3, 4), (2, 0, 4))]
     )  # fmt: skip
     yield (
@@ -84,6 +85,7 @@ def valid() -> Iterator[tuple[str, str, File]]:
                 tensor("f16 large", (2, 5), "fp4", 32, scales=[0x7BFF, 0xFBFF]),
                 tensor("f32 small", (2, 5), "nf4", 32, "f32", scales=[1, 0x807FFFFF]),
                 tensor("f32 large", (2, 5), "int4z", 32, "f32", scales=[0x7F7FFFFF, 0xFF7FFFFF]),
+                tensor("f32 large and an offset", (2, 5), "int4o", 32, "f32", scales=[0x7F7FFFFF, 0xFF7FFFFF]),
             ]
         ),
     )

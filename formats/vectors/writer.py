@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-BITS = {"int4": 4, "int4z": 4, "nf4": 4, "fp4": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32}
+BITS = {
+    "int4": 4, "int4z": 4, "int4o": 4, "nf4": 4, "fp4": 4, "e2m1": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32,
+}  # fmt: skip
 FLOATS = ("f16", "bf16", "f32")
 PAD = {"int4": 8, "int4z": 8, "nf4": 7}  # w4-codes 3.5; 0 for the others
 _NF4 = (
@@ -27,8 +29,12 @@ _FP4 = (
     "00000000 3baaaaab 3f2aaaab 3f800000 3eaaaaab 3f000000 3e2aaaab 3e800000 "
     "80000000 bbaaaaab bf2aaaab bf800000 beaaaaab bf000000 be2aaaab be800000"
 )
+_E2M1 = (
+    "00000000 3f000000 3f800000 3fc00000 40000000 40400000 40800000 40c00000 "
+    "80000000 bf000000 bf800000 bfc00000 c0000000 c0400000 c0800000 c0c00000"
+)
 NF4, FP4 = _NF4.split(), _FP4.split()  # w4-codes 2.3
-CODEBOOKS = {"nf4": NF4, "fp4": FP4}
+CODEBOOKS = {"nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split()}
 
 Index = dict[str, Any]
 
@@ -96,27 +102,35 @@ def tensor(
     n_scales = n_matrices * n_rows * n_groups
     bits = list(scales) * n_scales if scales else scale_bits(f"scales {name} {scheme}", n_scales, scale_dtype)
     zeros = [b & 15 for b in noise(f"zeros {name} {scheme}", n_scales)]
+    offsets = scale_bits(f"offsets {name} {scheme}", n_scales, scale_dtype) if scheme == "int4o" else []
+    per_scale, float_type = (struct.Struct("<H"), "<f2") if scale_dtype == "f16" else (struct.Struct("<I"), "<f4")
+
+    def number(bits: int) -> np.float32:
+        return np.float32(np.frombuffer(per_scale.pack(bits), float_type)[0])
+
     codes_of = list(raw) if scheme == "int8" else [b & 15 for b in raw]
 
     values = bytearray()
     with np.errstate(over="ignore"):
         for i, code in enumerate(codes_of):
             group = i // n_columns * n_groups + i % n_columns // size
-            at = struct.pack("<H" if scale_dtype == "f16" else "<I", bits[group])
-            scale = np.float32(np.frombuffer(at, "<f2" if scale_dtype == "f16" else "<f4")[0])
-            values += (level(scheme, code, zeros[group]) * scale).astype("<f4").tobytes()
+            value = level(scheme, code, zeros[group]) * number(bits[group])
+            if scheme == "int4o":
+                value = value + number(offsets[group])
+            values += value.astype("<f4").tobytes()
 
     if scheme == "int8":
         packed = tiles([bytes([c]) for c in codes_of], b"\0", n_matrices, n_rows, n_columns)
     else:
         packed = nibble_tiles(codes_of, PAD.get(scheme, 0), n_matrices, n_rows, n_columns)
-    per_scale = struct.Struct("<H" if scale_dtype == "f16" else "<I")
     parts = {
         "codes": packed,
         "scales": per_group([per_scale.pack(b) for b in bits[:n_scales]], n_matrices, n_rows, n_groups, per_scale.size),
     }
     if scheme == "int4z":
         parts["zero_points"] = per_group([bytes([z]) for z in zeros], n_matrices, n_rows, n_groups, 1)
+    if scheme == "int4o":
+        parts["offsets"] = per_group([per_scale.pack(b) for b in offsets], n_matrices, n_rows, n_groups, per_scale.size)
     return Tensor(entry, parts, bytes(values))
 
 
@@ -126,7 +140,7 @@ def level(scheme: str, code: int, zero: int) -> np.float32:
         return np.frombuffer(bytes.fromhex(CODEBOOKS[scheme][code]), ">f4")[0].astype(np.float32)
     if scheme == "int8":
         return np.float32(code - 256 if code > 127 else code)
-    return np.float32(code - (zero if scheme == "int4z" else 8))
+    return np.float32(code - {"int4z": zero, "int4o": 0}.get(scheme, 8))
 
 
 def tiles(cells: Sequence[bytes], pad: bytes, n_matrices: int, n_rows: int, n_columns: int) -> bytes:

@@ -46,8 +46,10 @@ void require(bool holds, const char* what) {
 Kind kind_of(const std::string& name) {
   if (name == "int4") return Kind::kInt4;
   if (name == "int4z") return Kind::kInt4z;
+  if (name == "int4o") return Kind::kInt4o;
   if (name == "nf4") return Kind::kNf4;
   if (name == "fp4") return Kind::kFp4;
+  if (name == "e2m1") return Kind::kE2m1;
   if (name == "int8") return Kind::kInt8;
   if (name == "f16") return Kind::kF16;
   if (name == "bf16") return Kind::kBf16;
@@ -103,21 +105,28 @@ auto* part_of(const Array& bytes, int64_t n, const char* what) {
 constexpr const char* kWrongCodes = "codes: wrong number of bytes";
 constexpr const char* kWrongScales = "scales: wrong number of bytes";
 constexpr const char* kWrongPoints = "zero_points: wrong number of bytes";
+constexpr const char* kWrongOffsets = "offsets: wrong number of bytes";
 
 // A matrix whose parts are these bytes; throws when they do not fit. Empty: the scheme has no such part.
 struct MatrixParts {
   std::string kind;
   int64_t n_rows, n_columns, group_size;
   bool wide_scales;
-  Bytes codes, scales, zero_points;
+  Bytes codes, scales, zero_points, offsets;
 
   Matrix matrix() const {
     Matrix w = shape_of(kind, n_rows, n_columns, group_size);
     const int64_t n_scales = w.n_tiles() * kTileRows * w.n_groups();
     w.lines = part_of<uint32_t>(codes, w.n_tiles() * kTileRows * w.n_lines(), kWrongCodes);
     w.wide_scales = wide_scales;
-    if (wide_scales) w.scales = part_of<float>(scales, n_scales, kWrongScales);
-    if (!wide_scales) w.scales = part_of<uint16_t>(scales, n_scales, kWrongScales);
+    const int64_t n_offsets = w.kind == Kind::kInt4o ? n_scales : 0;
+    if (wide_scales) {
+      w.scales = part_of<float>(scales, n_scales, kWrongScales);
+      w.offsets = part_of<float>(offsets, n_offsets, kWrongOffsets);
+    } else {
+      w.scales = part_of<uint16_t>(scales, n_scales, kWrongScales);
+      w.offsets = part_of<uint16_t>(offsets, n_offsets, kWrongOffsets);
+    }
     const bool has_points = w.kind == Kind::kInt4z;
     const auto* points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
     w.zero_points = has_points ? points : nullptr;
@@ -537,11 +546,13 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](MatrixParts* p, std::string kind, int64_t n_rows, int64_t n_columns, int64_t group_size, bool wide_scales,
-             Bytes codes, Bytes scales, Bytes zero_points) {
-            new (p) MatrixParts{std::move(kind), n_rows,           n_columns,         group_size,
-                                wide_scales,     std::move(codes), std::move(scales), std::move(zero_points)};
+             Bytes codes, Bytes scales, Bytes zero_points, Bytes offsets) {
+            new (p) MatrixParts{std::move(kind),   n_rows,           n_columns,         group_size,
+                                wide_scales,       std::move(codes), std::move(scales), std::move(zero_points),
+                                std::move(offsets)};
           },
-          "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a);
+          "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a,
+          "offsets"_a);
   m.def("dequantize", &bound_dequantize, "pool"_a, "parts"_a, "out"_a);
   m.def("distortion_sums", &bound_distortion, "pool"_a, "x"_a, "y"_a, "group_size"_a, "signal"_a, "noise"_a, "cross"_a);
   m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);

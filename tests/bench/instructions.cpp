@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kRows = 64, kColumns = 1024, kGroup = 128;
 
 Kind kind_named(const std::string& name) {
-  const char* names[] = {"int4", "int4z", "nf4", "fp4", "int8", "f16", "bf16", "f32"};
-  for (int i = 0; i < 8; i++) {
+  const char* names[] = {"int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "int8", "f16", "bf16", "f32"};
+  for (int i = 0; i < 10; i++) {
     if (name == names[i]) return static_cast<Kind>(i);
   }
   std::abort();
@@ -41,6 +41,7 @@ int main(int, char** argv) {
   std::vector<uint16_t> scales(static_cast<size_t>(w.n_tiles() * w.n_groups() * 16) + 16, 0x2000);
   std::vector<uint8_t> points(scales.size(), 7);
   w.lines = lines.data(), w.scales = scales.data(), w.zero_points = points.data();
+  w.offsets = scales.data();
   std::vector<float> row(kColumns + 16);
   for (size_t i = 0; i < row.size(); i++) row[i] = static_cast<float>(i % 31) - 15.0f;
   if (loop == "quantize") {

@@ -150,7 +150,7 @@ def test_the_schema_accepts_every_valid_index(entry: dict[str, Any]) -> None:
     Draft202012Validator(schema).validate(vectors.index_of(vectors.raw(entry)))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4z", "nf4", "fp4", "int8", "f16", "bf16", "f32"])
+@pytest.mark.parametrize("kind", list(scheme.BITS))
 def test_padding_changes_no_value(kind: str, tmp_path: Path) -> None:
     """Whatever stands in padding rows and columns: a reader that has not verified gives the same values."""
     coding = QuantScheme(kind) if kind in scheme.FLOAT_KINDS else QuantScheme(kind, 32, "f16")
@@ -183,7 +183,7 @@ def mark_padding(coding: QuantScheme, shape: tuple[int, int, int], part: str) ->
         else:
             dwords[:, :, -1, :, columns_left:] = columns_left < 4  # else some byte holds a column in its low half
         return dwords.reshape(-1)
-    width = {"scales": 2, "zero_points": 1}[part]
+    width = {"scales": 2, "offsets": 2, "zero_points": 1}[part]
     groups = np.zeros((n_matrices, 1, coding.n_groups(n_columns), 16, width), bool)
     groups[:, :, :, n_rows:] = True
     return groups.reshape(-1)

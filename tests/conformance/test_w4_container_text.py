@@ -96,7 +96,7 @@ def test_every_changed_bit_of_the_example_is_found(example: bytes) -> None:
             open_bytes(example[:at] + bytes([example[at] ^ 1 << at % 8]) + example[at + 1 :]).check()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", list(codes.CODEBOOKS))
 def test_the_codebooks_of_the_text_are_those_of_the_code(kind: str) -> None:
     words = fenced(CODES_TEXT, f"codebook {kind}").split()
     assert np.array([int(w, 16) for w in words], np.uint32).tobytes() == codes.CODEBOOKS[kind].tobytes()

@@ -127,7 +127,7 @@ def test_mxfp4(tmp_path: Path) -> None:
         blocks = rng.integers(0, 256, (n_experts, n_out, n_in // 32, 16), np.uint8)
         scales = rng.integers(118, 122, blocks.shape[:3], np.uint8)
         scales[:, ::5] = 100
-        blocks[scales < 104] &= 0x88  # zeros of either sign, under a scale that is no FP16 number
+        blocks[scales < 103] &= 0x88  # zeros of either sign, under a scale that is no FP16 number
         raw[f"{name}_blocks"], raw[f"{name}_scales"] = ("U8", blocks), ("U8", scales)
         whole = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
         parameter.copy_(whole)
@@ -140,14 +140,14 @@ def test_mxfp4(tmp_path: Path) -> None:
     with open_source(directory) as source:
         assert source.kind == "mxfp4"
         for name, value in expected.items():
-            assert str(source.tensors[name].coding) == "int8/g32"
+            assert str(source.tensors[name].coding) == "e2m1/g32"
             assert same(source.read(name), value), name
             assert same(source.read(name, slice(1, 2)), value[1:2])
-    w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep")
+    w4conv.quantize(directory, tmp_path / "m.w4")
     kept = values(tmp_path / "m.w4")
     assert len(expected) == 4
     assert all(same(kept[name], value) for name, value in expected.items())
-    assert {str(schemes(tmp_path / "m.w4")[name]) for name in expected} == {"int8/g32"}
+    assert {str(schemes(tmp_path / "m.w4")[name]) for name in expected} == {"e2m1/g32"}
     report = w4conv.verify(tmp_path / "m.w4", against=directory)
     assert report.ok
     assert report.round_trip is not None

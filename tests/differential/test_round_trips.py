@@ -19,6 +19,8 @@ SCHEMES = {
     "int4/g128": QuantScheme("int4", 128, "f16"),
     "int4/row": QuantScheme("int4", 0, "f16"),
     "int4z/g64": QuantScheme("int4z", 64, "f16"),
+    "int4o/g32": QuantScheme("int4o", 32, "f16"),
+    "e2m1/g32": QuantScheme("e2m1", 32, "f16"),
     "int8/g32": QuantScheme("int8", 32, "f16"),
     "f16": QuantScheme("f16"),
 }
@@ -64,7 +66,7 @@ IDENTICAL = {
     *(("int4/row", to) for to in ("compressed-tensors", "gptq", "awq")),
     *(("int4z/g64", to) for to in ("compressed-tensors", "gptq", "awq")),
     *(("int8/g32", to) for to in ("compressed-tensors", "mlx")),
-    ("f16", "gguf"),
+    ("f16", "gguf"), ("int4o/g32", "gguf"), ("int4o/g32", "mlx"), ("e2m1/g32", "gguf"),
 }  # fmt: skip
 
 

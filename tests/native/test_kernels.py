@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from w4conv import codes, kernels
 from w4conv.errors import UsageError
 from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
-from w4conv.scheme import GROUP_SIZES, QuantScheme
+from w4conv.scheme import BITS, GROUP_SIZES, QuantScheme
 
 TIERS = kernels.isa_tiers()
 DOTS = {"scalar": "multiply", "avx2": "vpmaddwd ymm", "avx512": "vpmaddwd zmm", "avx512vnni": "vpdpwssd zmm"}
@@ -181,7 +181,7 @@ def test_a_value_that_cannot_be_coded_is_named(
 # ---- dequantizing ----
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4z", "nf4", "fp4", "int8", "f16", "bf16", "f32"])
+@pytest.mark.parametrize("kind", list(BITS))
 @pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (128, "f32"), (0, "f16")])
 def test_dequantizing_equals_the_reference_bit_for_bit(kind: str, group_size: int, scale_dtype: str) -> None:
     for shape in ((1, 1), (35, 77), (16, 300)):
@@ -205,9 +205,14 @@ def coded(
         parts = {"values": kernels.pack_float(w, "F32", scheme)}
     else:
         scheme = QuantScheme(kind, group_size, scale_dtype)
-        parts = kernels.quantize_rtn(w, "F32", QuantScheme(kind, group_size, "f16")).parts()
+        rounded_as = {"int4o": "int4z", "e2m1": "fp4"}.get(kind, kind)  # any codes will do
+        parts = kernels.quantize_rtn(w, "F32", QuantScheme(rounded_as, group_size, "f16")).parts()
+        if kind == "int4o":
+            steps = parts.pop("zero_points").astype(np.float32) + np.float32(0.3)
+            parts["offsets"] = (-steps * parts["scales"]).astype(np.float16)
         if scale_dtype == "f32":
-            parts["scales"] = parts["scales"].astype(np.float32) * np.float32(1.0001)
+            for part in parts.keys() & {"scales", "offsets"}:
+                parts[part] = parts[part].astype(np.float32) * np.float32(1.0001)
     return scheme, parts, codes.dequantize(scheme, w.shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
 
 
@@ -228,6 +233,8 @@ def integer_product(
         q -= 8
     if scheme.kind == "int4z":
         q -= np.repeat(per_row(parts, "zero_points", n_rows).astype(np.int64), group, axis=1)[:, :n_columns]
+    if scheme.kind == "int4o":
+        offsets = per_row(parts, "offsets", n_rows).astype(np.float32)
     y = np.zeros((len(x), n_rows), np.float32)
     for start in range(0, n_columns, block):
         part = x[:, start : start + block]
@@ -237,11 +244,14 @@ def integer_product(
         isum = a @ q[:, start : start + block].T
         assert np.abs(isum).max() < 2**31
         y += isum.astype(np.float32) * (scales[:, start // group][None] * a_scale[:, None])
+        if scheme.kind == "int4o":
+            asum = a.sum(axis=1).astype(np.float32)[:, None]
+            y += asum * (offsets[:, start // group][None] * a_scale[:, None])
     return y
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 5, 13, 133])
-@pytest.mark.parametrize("kind", ["int4", "int4z", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "int8"])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int, n_tokens: int) -> None:
     rng = np.random.default_rng(7)
@@ -258,14 +268,15 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("kind", ["int4", "int4z", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "int8"])
 def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -> None:
     n = 256
     scheme = QuantScheme(kind, 128, "f16")
     rows = np.resize(np.array([[-128], [127]] if kind == "int8" else [[0], [15]]), (16, 1))
     stored = np.repeat(rows, n, axis=1).astype(np.int8 if kind == "int8" else np.uint8)
     points = np.resize(np.array([[0], [15], [15], [0]]), (16, 1)).repeat(2, axis=1) if kind == "int4z" else None
-    parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points)
+    offsets = np.full((16, 2), 7.25) if kind == "int4o" else None
+    parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points, offsets)
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
     want = integer_product(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
@@ -301,7 +312,7 @@ def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[n
     return y
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", list(codes.CODEBOOKS))
 @pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (256, "f16"), (0, "f32")])
 def test_products_with_a_codebook_equal_their_definition(
     tier: str, kind: str, group_size: int, scale_dtype: str

@@ -23,12 +23,12 @@ SHAPES: list[tuple[int, ...]] = [
     (1, 1), (16, 32), (17, 33), (3, 300), (2, 5, 9), (2, 2, 1, 40), (0, 7), (7, 0), (0, 3, 4), (2, 0, 4),
 ]  # fmt: skip
 VECTOR_SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (37,)]
-COLUMNS_PER_DWORD = {"int4": 8, "int4z": 8, "nf4": 8, "fp4": 8, "int8": 4, "f16": 2, "bf16": 2, "f32": 1}
+FOUR_BITS = ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1")
+COLUMNS_PER_DWORD = dict.fromkeys(FOUR_BITS, 8) | {"int8": 4, "f16": 2, "bf16": 2, "f32": 1}
 
 
 def schemes_with_groups() -> list[QuantScheme]:
-    kinds = ("int4", "int4z", "nf4", "fp4", "int8")
-    return [QuantScheme(k, g, d) for k in kinds for g in scheme.GROUP_SIZES for d in ("f16", "f32")]
+    return [QuantScheme(k, g, d) for k in (*FOUR_BITS, "int8") for g in scheme.GROUP_SIZES for d in ("f16", "f32")]
 
 
 def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes], at: tuple[int, ...]) -> float:
@@ -52,7 +52,10 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
     size = coding.group_size or n_columns
     group_at = ((matrix * tiles + row // 16) * math.ceil(n_columns / size) + column // size) * 16 + row % 16
     letter, nbytes = ("e", 2) if coding.scale_dtype == "f16" else ("f", 4)
-    (scale,) = struct.unpack("<" + letter, parts["scales"][group_at * nbytes : (group_at + 1) * nbytes])
+
+    def number(part: str) -> float:
+        return float(struct.unpack("<" + letter, parts[part][group_at * nbytes : (group_at + 1) * nbytes])[0])
+
     level: float
     if coding.kind == "int8":
         level = raw[k] - 256 if raw[k] > 127 else raw[k]
@@ -62,20 +65,24 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
             level = code - 8
         elif coding.kind == "int4z":
             level = code - parts["zero_points"][group_at]
+        elif coding.kind == "int4o":
+            level = code
         else:
-            level = float(np.float32(BITSANDBYTES[coding.kind][code]))
-    exact = Fraction(level) * Fraction(scale)
-    return float(np.float32(exact.numerator / exact.denominator))  # the products here fit float64 exactly
+            level = float(np.float32(TABLES[coding.kind][code]))
+    exact = Fraction(level) * Fraction(number("scales"))
+    product = np.float32(exact.numerator / exact.denominator)  # the products here fit float64 exactly
+    return float(np.float32(float(product) + number("offsets")) if coding.kind == "int4o" else product)
 
 
-# Tables of bitsandbytes' 4-bit types.
-BITSANDBYTES = {
+# Those of bitsandbytes' 4-bit types, and of the OCP microscaling formats.
+TABLES = {
     "nf4": [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ],
     "fp4": [s * m / 12 for s in (1, -1) for m in (0, 0.0625, 8, 12, 4, 6, 2, 3)],
+    "e2m1": [s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
 }  # fmt: skip
 
 
@@ -148,7 +155,12 @@ def test_unpack_inverts_pack(coding: QuantScheme, shape: tuple[int, int, int], s
 
 @pytest.mark.parametrize(
     ("coding", "pad"),
-    [("int4", 0x88888888), ("int4z", 0x88888888), ("nf4", 0x77777777), ("fp4", 0), ("int8", 0)],
+    [
+        ("int4", 0x88888888),
+        ("int4z", 0x88888888),
+        ("nf4", 0x77777777),
+        *((k, 0) for k in ("int4o", "fp4", "e2m1", "int8")),
+    ],
 )
 def test_padding_holds_the_prescribed_code(coding: str, pad: int) -> None:
     tiles = codes.pack(QuantScheme(coding, 32, "f16"), np.full((1, 1, 1), 3))

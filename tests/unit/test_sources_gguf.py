@@ -14,9 +14,10 @@ from gguf.quants import dequantize, quantize
 from helpers import as_dtype, bf16_bits, llama_tensors, make_llama_gguf
 
 import w4conv
+from w4conv.codes import E2M1
 from w4conv.errors import InputError
 from w4conv.models import parse_config
-from w4conv.scheme import int8
+from w4conv.scheme import QuantScheme
 from w4conv.sources import gguf_blocks, open_source
 from w4conv.sources.gguf import DEQUANTIZABLE
 from w4conv.sources.gguf_blocks import coded, coding_of
@@ -412,7 +413,9 @@ def test_bf16_helper_rounds_to_even():
 
 
 @pytest.mark.parametrize(("arch", "biases"), [("llama", ()), ("qwen2", QKV)])
-@pytest.mark.parametrize(("qtype", "scheme"), [("Q4_0", "int4/g32"), ("Q8_0", "int8/g32"), ("MXFP4", "int8/g32")])
+@pytest.mark.parametrize(
+    ("qtype", "scheme"), [("Q4_0", "int4/g32"), ("Q8_0", "int8/g32"), ("MXFP4", "e2m1/g32"), ("Q4_1", "int4o/g32")]
+)
 def test_blocks_are_kept_as_codes(tmp_path, qtype, scheme, arch, biases):
     path = make_llama_gguf(tmp_path / "m.gguf", qtype=qtype, arch=arch, biases=biases)
     w4conv.quantize(path, tmp_path / "m.w4", scheme="keep")
@@ -427,16 +430,17 @@ def test_blocks_are_kept_as_codes(tmp_path, qtype, scheme, arch, biases):
 def test_mxfp4_codes():
     """Every code and exponent that FP16 holds, and a block of zeros under any exponent."""
     codes = np.arange(16, dtype=np.uint8)
-    blocks = np.stack([np.concatenate([[e], codes | codes[::-1] << 4]) for e in range(104, 144)]).astype(np.uint8)
+    blocks = np.stack([np.concatenate([[e], codes | codes[::-1] << 4]) for e in range(103, 143)]).astype(np.uint8)
     zeros = np.full((1, 17), 0x80, np.uint8)
     zeros[0, 0] = 3
     raw = np.concatenate([blocks, zeros])
-    found = coded(raw, "MXFP4", int8(32), "there")
-    values = found.codes.astype(np.float32) * found.scales.astype(np.float32)
+    coding = QuantScheme("e2m1", 32, "f16")
+    found = coded(raw, "MXFP4", coding, "there")
+    values = np.array(E2M1, np.float32)[found.codes] * found.scales.astype(np.float32)
     assert same(values, dequantize(raw, Q.MXFP4))
-    raw[0, 0] = 103
+    raw[0, 0] = 102
     with pytest.raises(InputError, match="there: a scale lies beyond FP16"):
-        coded(raw, "MXFP4", int8(32), "there")
+        coded(raw, "MXFP4", coding, "there")
 
 
 def q4_1(offset: int, *, n: int = 6) -> np.ndarray:
@@ -458,7 +462,7 @@ def test_q4_1_with_whole_offsets_is_kept(offsets, scheme):
     assert same(values, dequantize(raw, Q.Q4_1))
 
 
-def test_q4_1_with_other_offsets_is_not(monkeypatch):
+def test_q4_1_with_other_offsets_keeps_them(monkeypatch):
     monkeypatch.setattr(gguf_blocks, "CHECKED_AT_ONCE", 1)  # a row at a time
     raw = np.stack([q4_1(8).reshape(-1)] * 3)
     raw[1, 22] ^= 1  # the last bit of an offset
@@ -468,6 +472,10 @@ def test_q4_1_with_other_offsets_is_not(monkeypatch):
         read.append(start)
         return raw[start:stop].reshape(-1)
 
-    assert coding_of("Q4_1", 3, raw.shape[1], rows) is None
+    coding = coding_of("Q4_1", 3, raw.shape[1], rows)
+    assert str(coding) == "int4o/g32"
     assert read == [0, 1], "no further than the first that does not fit"
-    assert coding_of("Q4_1", 1, raw.shape[1], lambda a, b: q4_1(16)) is None, "no such zero point"
+    assert str(coding_of("Q4_1", 1, raw.shape[1], lambda a, b: q4_1(16))) == "int4o/g32", "no such zero point"
+    found = coded(raw, "Q4_1", coding, "there")
+    scales, offsets = (np.repeat(a.astype(np.float32), 32, axis=1) for a in (found.scales, found.offsets))
+    assert same(found.codes * scales + offsets, dequantize(raw, Q.Q4_1))

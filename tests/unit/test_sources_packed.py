@@ -285,7 +285,7 @@ def mlx(*, whole: bool) -> Any:
     return encode
 
 
-@pytest.mark.parametrize(("whole", "scheme"), [(True, "int4/g32"), (False, "f32")])
+@pytest.mark.parametrize(("whole", "scheme"), [(True, "int4/g32"), (False, "int4o/g32")])
 def test_mlx(tmp_path: Path, whole: bool, scheme: str) -> None:
     directory = write(tmp_path / "m", {"group_size": 32, "bits": 4}, mlx(whole=whole), key="quantization")
     check(directory, packed.mlx, scheme)
@@ -415,6 +415,8 @@ def test_mxfp4_by_hand(tmp_path: Path) -> None:
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     expected = [2 * value for code in range(8) for value in (e2m1[code], -4)]
     assert found[1, 3, :16].tolist() == expected
+    with open_source(directory) as source:
+        assert str(source.tensors[f"{EXPERTS}.down_proj"].coding) == "e2m1/g32"
     report = inspect(directory)
     assert {t.scheme for t in report.tensors} == {"mxfp4"}
     assert sum(t.nbytes or 0 for t in report.tensors) == 2 * 4 * 2 * 17

@@ -87,14 +87,13 @@ def _check_code_padding(tensor: TensorInfo, raw: Bytes) -> None:
 
 def _check_per_group(tensor: TensorInfo, kind: str, raw: Bytes) -> None:
     n_matrices, n_rows, n_columns = codes.matrix_shape(tensor.shape)
-    dtype: np.dtype[Any] = np.dtype("u1")
-    if kind == "scales":
-        dtype = codes.SCALE_DTYPES[tensor.scheme.scale_dtype]
+    is_float = kind != "zero_points"
+    dtype: np.dtype[Any] = codes.SCALE_DTYPES[tensor.scheme.scale_dtype] if is_float else np.dtype("u1")
     groups = raw.view(dtype).reshape(n_matrices, codes.n_tiles(n_rows), tensor.scheme.n_groups(n_columns), TILE_ROWS)
-    if kind == "zero_points" and groups.max() > codes.MAX_ZERO_POINT:
+    if not is_float and groups.max() > codes.MAX_ZERO_POINT:
         raise _WrongError("4.6", f"a zero point is {groups.max()}, at most {codes.MAX_ZERO_POINT}")
-    if kind == "scales" and not np.isfinite(groups).all():
-        raise _WrongError("4.6", "a scale is NaN or infinite")
+    if is_float and not np.isfinite(groups).all():
+        raise _WrongError("4.6", f"one of the {kind} is NaN or infinite")
     padding = groups[:, -1, :, (n_rows - 1) % TILE_ROWS + 1 :]
     if padding.view(f"u{padding.itemsize}").any():
-        raise _WrongError("4.5", "scales or zero points of padding rows are not zero")
+        raise _WrongError("4.5", f"{kind} of padding rows are not zero")

@@ -60,7 +60,7 @@ def round_up(n: int, alignment: int) -> int:
 class Part:
     """A run of bytes of the data section.
 
-    kind: "codes", "scales", "zero_points" or "values"; "blob" for a file carried verbatim.
+    kind: "codes", "scales", "zero_points", "offsets" or "values"; "blob" for a file carried verbatim.
     offset: from the start of the file. index: place among the digests of the trailer.
     """
 

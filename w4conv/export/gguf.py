@@ -1,10 +1,11 @@
-"""A GGUF file for llama.cpp: Q4_0, Q4_1 and Q8_0 where they hold the very values, floats for the rest.
+"""A GGUF file for llama.cpp: Q4_0, Q4_1, Q8_0 and MXFP4 where they hold the very values, floats for the rest.
 
     "GGUF" | u32 version | u64 n_tensors | u64 n_keys | keys | tensor infos | zeros | tensors, each padded to 32
 
     Q4_0    f16 scale, 16 bytes: byte j = code[j] | code[j + 16] << 4        value = (code - 8) * scale
     Q4_1    f16 scale, f16 offset, the same 16 bytes                         value = code * scale + offset
     Q8_0    f16 scale, 32 signed bytes                                       value = code * scale
+    MXFP4   exponent, the same 16 bytes                                      value = E2M1[code] * 2^(exponent - 127)
 
 A group of 32 or more becomes blocks of 32 with its scale repeated, so nothing is lost.
 """
@@ -36,6 +37,7 @@ from w4conv.progress import Progress
 from w4conv.sources.gguf import stored_rows
 from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES, Architecture
 from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS
+from w4conv.sources.packed.mxfp4 import BIAS
 
 Array = npt.NDArray[np.generic]
 
@@ -43,9 +45,9 @@ VERSION: Final = 3
 ALIGNMENT: Final = 32
 BLOCK: Final = 32
 MAX_NAME_NBYTES: Final = 63
-TYPE_IDS: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
-BLOCK_NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type
+TYPE_IDS: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30, "MXFP4": 39}
+BLOCK_NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "MXFP4": 17}
+FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "MXFP4": 38}  # general.file_type
 
 
 def plan(model: ExportModel, options: Options) -> Plan:
@@ -160,9 +162,19 @@ def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
         return None
     if scheme.kind in ("int4", "int8"):
         return {"int4": "Q4_0", "int8": "Q8_0"}[scheme.kind]
-    if scheme.kind == "int4z" and offsets(model.scales(info), info) is not None:
+    if scheme.kind in ("int4z", "int4o") and offsets(model.scales(info), info) is not None:
         return "Q4_1"
+    if scheme.kind == "e2m1" and exponents(model.scales(info).scales) is not None:
+        return "MXFP4"
     return None
+
+
+def exponents(scales: Array) -> npt.NDArray[np.uint8] | None:
+    """Of scales that are powers of two, as E8M0; a scale of zero has none, and gets 0. None where one is neither."""
+    fractions, found = np.frexp(scales.astype(np.float32))
+    if not np.isin(fractions, (0.0, 0.5)).all():
+        return None
+    return np.where(fractions == 0, 0, found - 1 + BIAS).astype(np.uint8)
 
 
 def _blocks(model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[np.int64] | None) -> Iterator[Array]:
@@ -180,12 +192,18 @@ def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint
         halves = np.ascontiguousarray(spread(per_group, info, BLOCK), "<f2")
         return halves.view(np.uint8).reshape(n_rows, n_blocks, 2)
 
-    parts: list[npt.NDArray[np.uint8]] = [per_block(rows.scales.scales)]
+    scales = rows.scales.scales
+    parts: list[npt.NDArray[np.uint8]] = [] if kind == "MXFP4" else [per_block(scales)]
     codes: npt.NDArray[np.uint8] = np.ascontiguousarray(rows.codes).view(np.uint8).reshape(n_rows, n_blocks, BLOCK)
     if kind == "Q4_1":
         minimum = offsets(rows.scales, info)
         assert minimum is not None  # found before
         parts.append(per_block(minimum))
+    if kind == "MXFP4":
+        powers = exponents(scales)
+        assert powers is not None  # found before
+        parts.append(spread(powers, info, BLOCK)[..., None].astype(np.uint8))
+        codes = codes * (spread(scales, info, BLOCK) != 0)[..., None]  # without a scale, there are only zeros
     nibbles: npt.NDArray[np.uint8] = np.bitwise_or(codes[..., :16], codes[..., 16:] << 4, dtype=np.uint8)
     parts.append(codes if kind == "Q8_0" else nibbles)
     return np.concatenate(parts, axis=2).reshape(n_rows, -1)

@@ -2,7 +2,7 @@
 
     X.weight  U32 (out, in * bits / 32)   codes, the first lowest
     X.scales  F16 (out, groups)
-    X.biases  F16 (out, groups)           value = code * scale + bias, so bias = -zero * scale
+    X.biases  F16 (out, groups)           value = code * scale + bias: -zero * scale, or the offset of int4o
 
 Embedding and head stay coded too, with their bits in the config. Groups are 128, 64 or 32.
 """
@@ -33,7 +33,7 @@ from w4conv.export.packed import (
 )
 from w4conv.export.plan import Exported, Options, Plan
 
-KINDS: Final = ("int4", "int4z", "int8")
+KINDS: Final = ("int4", "int4z", "int4o", "int8")
 GROUPS: Final = (128, 64, 32)
 
 

@@ -27,10 +27,12 @@ class Scales:
     """Scales of some rows of a quantized matrix.
 
     scales: (n_rows, n_groups) float16 or float32. zero_points: (n_rows, n_groups) uint8 for int4z; else all 8.
+    offsets: like scales for int4o; else None.
     """
 
     scales: Array
     zero_points: npt.NDArray[np.uint8]
+    offsets: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,12 @@ class ExportModel:
             unpacked: Array = codes.unpack_rows(tiled, taken.stop - taken.start)[0]
             return unpacked
 
-        scales = per_row("scales", codes.SCALE_DTYPES[scheme.scale_dtype])
+        dtype = codes.SCALE_DTYPES[scheme.scale_dtype]
+        scales = per_row("scales", dtype)
         zero_points = np.full(scales.shape, codes.INT4_PAD, np.uint8)
         if scheme.kind == "int4z":
             zero_points = per_row("zero_points", np.dtype("u1")).astype(np.uint8, copy=False)
-        return Scales(scales, zero_points)
+        return Scales(scales, zero_points, per_row("offsets", dtype) if scheme.kind == "int4o" else None)
 
     def _tiles(self, info: TensorInfo, kind: str, rows: slice) -> npt.NDArray[np.uint8]:
         """(n_tiles, bytes of a tile) of a part: a part is an array over tiles, so a run of tiles is a run of bytes."""

@@ -121,7 +121,10 @@ def unsigned(codes: Array, bits: int) -> npt.NDArray[np.uint8]:
 
 
 def offsets(scales: Scales, info: TensorInfo) -> npt.NDArray[np.float16] | None:
-    """-zero * scale of each group as float16, zero being the code of the value 0; None where one is no float16."""
+    """What is added to code * scale in each group, as float16: -zero * scale, zero being the code of the value 0, or
+    the offsets of int4o. None where one is no float16."""
+    if scales.offsets is not None:
+        return scales.offsets.astype(np.float16) if info.scheme.scale_dtype == "f16" else None
     zeros = np.float32(128) if info.scheme.kind == "int8" else scales.zero_points.astype(np.float32)
     exact: npt.NDArray[np.float32] = -zeros * scales.scales.astype(np.float32)
     with np.errstate(over="ignore"):

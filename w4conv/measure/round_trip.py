@@ -19,7 +19,7 @@ from w4conv.models import parse_config
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
 from w4conv.quantization.recipe import is_calibrated
-from w4conv.scheme import TILE_ROWS
+from w4conv.scheme import KEPT_ONLY, TILE_ROWS
 from w4conv.sources.base import CodedRows, Source
 
 KEPT_METHOD: Final = "keep"  # codes and scales of the source, as they are
@@ -184,12 +184,11 @@ class _Block:
     def made_again(self, threads: int | None) -> bool:
         """Whether the bytes are the source's own, or what round-to-nearest makes of its values."""
         scheme = self.info.scheme
-        if self.coded is not None:
-            kept = codes.pack_matrix(scheme, self.coded.codes, self.coded.scales, self.coded.zero_points)
-            if all(self._equal(kind, part) for kind, part in kept.items()):
-                return True
-            if scheme.scale_dtype != "f16":
-                return False
+        kept = {} if self.coded is None else self.coded.parts(scheme)
+        if kept and all(self._equal(kind, part) for kind, part in kept.items()):
+            return True
+        if scheme.kind in KEPT_ONLY or scheme.scale_dtype == "f32":
+            return False
         try:
             if not self._is_matrix:  # vectors keep their type
                 same_type = scheme.kind == self.dtype.lower()

@@ -24,7 +24,7 @@ from typing import Any, Final
 from w4conv.errors import InputError, UsageError
 from w4conv.models.spec import Role
 from w4conv.quantization.generic import Inventory
-from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, QuantScheme
+from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, KEPT_ONLY, QuantScheme
 
 # What `scheme` says of linear weights, and of embedding and head unless told otherwise.
 SCHEMES: Final = {
@@ -38,7 +38,7 @@ SCHEMES: Final = {
     "f32": ("f32", "f32"),
     "keep": ("keep", "keep"),
 }
-KINDS: Final = (*BITS, "keep")  # what one tensor can be told to be
+KINDS: Final = (*(kind for kind in BITS if kind not in KEPT_ONLY), "keep")  # what one tensor can be told to be
 CALIBRATED: Final = ("int4", "int8")  # kinds of linear weights that methods other than rtn know
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
 BUILT_IN: Final = Path(__file__).parent / "recipes"

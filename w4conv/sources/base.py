@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.codes import VALUE_DTYPES
+from w4conv.codes import VALUE_DTYPES, pack_matrix
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 TOOL_TEMPLATE: Final = "chat_template.tool_use.jinja"  # in a directory: additional_chat_templates/tool_use.jinja
@@ -24,17 +24,27 @@ class CodedRows:
     """Rows of a matrix in its `coding`; of a stack, matrices, with one axis more.
 
     codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16 or float32.
-    zero_points: (n_rows, n_groups) uint8 for int4z, else None.
+    zero_points: (n_rows, n_groups) uint8 for int4z, else None. offsets: like scales for int4o, else None.
     """
 
     codes: npt.NDArray[np.generic]
     scales: npt.NDArray[np.generic]
-    zero_points: npt.NDArray[np.uint8] | None
+    zero_points: npt.NDArray[np.uint8] | None = None
+    offsets: npt.NDArray[np.generic] | None = None
 
     def matrix(self, i: int, rows: slice = slice(None)) -> CodedRows:
         """Some rows of one matrix of a stack."""
-        zeros = self.zero_points
-        return CodedRows(self.codes[i, rows], self.scales[i, rows], None if zeros is None else zeros[i, rows])
+        zeros, offsets = self.zero_points, self.offsets
+        return CodedRows(
+            self.codes[i, rows],
+            self.scales[i, rows],
+            None if zeros is None else zeros[i, rows],
+            None if offsets is None else offsets[i, rows],
+        )
+
+    def parts(self, scheme: QuantScheme) -> dict[str, npt.NDArray[np.generic]]:
+        """As the container has them."""
+        return pack_matrix(scheme, self.codes, self.scales, self.zero_points, self.offsets)
 
 
 @dataclass(frozen=True, slots=True)

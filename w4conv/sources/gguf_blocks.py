@@ -1,9 +1,9 @@
 """GGUF types whose blocks of 32 columns a scheme of the container holds exactly, as codes and scales.
 
 Q4_0   f16 scale, 16 bytes               int4:  code * scale, codes less 8
-Q4_1   f16 scale, f16 offset, 16 bytes   int4z, where every offset is minus a whole number of scales; elsewhere none
+Q4_1   f16 scale, f16 offset, 16 bytes   int4 or int4z where every offset is minus a whole number of scales; else int4o
 Q8_0   f16 scale, 32 signed bytes        int8
-MXFP4  exponent, 16 bytes                int8: doubled numbers of E2M1, a power of two as scale
+MXFP4  exponent, 16 bytes                e2m1, a power of two as scale
 
 16 bytes hold 32 codes: byte j = code[j] | code[j + 16] << 4.
 """
@@ -20,20 +20,20 @@ from w4conv.errors import InputError
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources.base import CodedRows
 from w4conv.sources.packed.base import whole_zero_points
-from w4conv.sources.packed.mxfp4 import DOUBLED, scale_of
+from w4conv.sources.packed.mxfp4 import scale_of
 
 Bytes = npt.NDArray[np.uint8]
 
 COLUMNS: Final = 32
 NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "MXFP4": 17}  # of a block
-FIXED: Final = {"Q4_0": int4(COLUMNS), "Q8_0": int8(COLUMNS), "MXFP4": int8(COLUMNS)}
+FIXED: Final = {"Q4_0": int4(COLUMNS), "Q8_0": int8(COLUMNS), "MXFP4": QuantScheme("e2m1", COLUMNS, "f16")}
 SYMMETRIC: Final = 8
 CHECKED_AT_ONCE: Final = 1 << 20  # bytes of blocks
 
 
 def coding_of(type_name: str, n_rows: int, row_nbytes: int, read: Callable[[int, int], Bytes]) -> QuantScheme | None:
     """The scheme for a matrix, or None. read: the bytes of rows from, to; only Q4_1 is looked at, up to the first block
-    that fits no scheme."""
+    that has no zero point."""
     if type_name != "Q4_1":
         return FIXED.get(type_name)
     symmetric = True
@@ -41,7 +41,7 @@ def coding_of(type_name: str, n_rows: int, row_nbytes: int, read: Callable[[int,
     for start in range(0, n_rows, step):
         zeros = _zero_points(_blocks(read(start, min(start + step, n_rows)), "Q4_1"))
         if zeros is None:
-            return None
+            return QuantScheme("int4o", COLUMNS, "f16")
         symmetric = symmetric and bool((zeros == SYMMETRIC).all())
     return int4(COLUMNS) if symmetric else QuantScheme("int4z", COLUMNS, "f16")
 
@@ -51,21 +51,20 @@ def coded(raw: Bytes, type_name: str, coding: QuantScheme, where: str) -> CodedR
     n_rows = raw.shape[0]
     blocks = _blocks(raw.reshape(-1), type_name).reshape(n_rows, -1, NBYTES[type_name])
     if type_name == "Q8_0":
-        return CodedRows(np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(n_rows, -1), _f16(blocks, 0), None)
+        return CodedRows(np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(n_rows, -1), _f16(blocks, 0))
     nibbles = blocks[..., -16:]
     codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(n_rows, -1)
     if type_name == "MXFP4":
-        levels = DOUBLED[codes]
-        scales = scale_of(blocks[..., 0], levels)
+        scales = scale_of(blocks[..., 0], codes)
         with np.errstate(over="ignore"):
             halves = scales.astype(np.float16)
         if not np.array_equal(halves.astype(np.float32), scales):
             raise InputError(
                 f"{where}: a scale lies beyond FP16, so {coding} does not hold it exactly. Choose --scheme f32"
             )
-        return CodedRows(levels, halves, None)
+        return CodedRows(codes, halves)
     zeros = _zero_points(blocks) if coding.kind == "int4z" else None
-    return CodedRows(codes, _f16(blocks, 0), zeros)
+    return CodedRows(codes, _f16(blocks, 0), zeros, _f16(blocks, 2) if coding.kind == "int4o" else None)
 
 
 def _blocks(raw: Bytes, type_name: str) -> Bytes:

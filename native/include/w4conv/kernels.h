@@ -22,15 +22,15 @@ constexpr int kCholeskyPanel = 32;  // columns of a Cholesky factor made togethe
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-enum class Kind : uint8_t { kInt4, kInt4z, kNf4, kFp4, kInt8, kF16, kBf16, kF32 };
+enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kNf4, kFp4, kE2m1, kInt8, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
-constexpr bool is_codebook(Kind kind) { return kind == Kind::kNf4 || kind == Kind::kFp4; }
+constexpr bool is_codebook(Kind kind) { return kind >= Kind::kNf4 && kind <= Kind::kE2m1; }
 // Whether products take the activations as integers (docs/numerics.md 2), or as they are.
 constexpr bool takes_integers(Kind kind) { return !is_float(kind) && !is_codebook(kind); }
 constexpr int columns_per_dword(Kind kind) {
   return kind < Kind::kInt8 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
-// The code of level 0, which stands in padding columns (w4-codes 3.5).
+// The code that stands in padding columns (w4-codes 3.5).
 constexpr int zero_code(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kInt4z ? 8 : kind == Kind::kNf4 ? 7 : 0; }
 
 // w4-codes 2.3
@@ -52,6 +52,11 @@ constexpr float kNf4Levels[16] = {-1.0f,
                                   1.0f};
 constexpr float kFp4Levels[16] = {0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f / 12,  0.5f,  2.0f / 12,  0.25f,
                                   -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
+constexpr float kE2m1Levels[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                   -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+constexpr const float* levels_of(Kind kind) {
+  return kind == Kind::kNf4 ? kNf4Levels : kind == Kind::kFp4 ? kFp4Levels : kE2m1Levels;
+}
 
 struct Matrix {
   Kind kind = Kind::kF32;
@@ -60,6 +65,7 @@ struct Matrix {
   const uint32_t* lines = nullptr;       // [tile][n_lines][16]
   const void* scales = nullptr;          // [tile][n_groups][16] FP16, or float32 if wide_scales; null for floats
   const uint8_t* zero_points = nullptr;  // [tile][n_groups][16], of kInt4z
+  const void* offsets = nullptr;         // of the same type as scales, of kInt4o
   bool wide_scales = false;
 
   int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }

@@ -17,17 +17,15 @@ float from_f16(uint32_t h) {
 }
 
 // What a 4-bit code stands for, before the scale.
-void levels_of(const Matrix& w, int zero_point, float (&levels)[16]) {
+void make_levels(const Matrix& w, int zero_point, float (&levels)[16]) {
   for (int code = 0; code < 16; code++) {
-    levels[code] = w.kind == Kind::kNf4   ? kNf4Levels[code]
-                   : w.kind == Kind::kFp4 ? kFp4Levels[code]
-                                          : static_cast<float>(code - zero_point);
+    levels[code] = is_codebook(w.kind) ? w4conv::levels_of(w.kind)[code] : static_cast<float>(code - zero_point);
   }
 }
 
-// Columns [begin, end), which share a scale; begin is a multiple of 32 or 0.
+// Columns [begin, end), which share a scale; begin is a multiple of 32 or 0. offset: of kInt4o.
 void dequantize_group(const Matrix& w, const uint32_t* dwords, int64_t begin, int64_t end, float scale, int zero_point,
-                      float* out) {
+                      float offset, float* out) {
   if (w.kind == Kind::kInt8) {
     for (int64_t k = begin; k < end; k++) {
       out[k] = static_cast<float>(static_cast<int8_t>(dwords[k / 4 * 16] >> (8 * (k % 4)))) * scale;
@@ -35,8 +33,9 @@ void dequantize_group(const Matrix& w, const uint32_t* dwords, int64_t begin, in
     return;
   }
   float values[16];
-  levels_of(w, zero_point, values);
+  make_levels(w, zero_point, values);
   for (float& v : values) v *= scale;
+  for (float& v : values) v = w.kind == Kind::kInt4o ? v + offset : v;  // a sum with 0 would lose the sign of -0
   for (int64_t k = begin; k < end; k += 8) {
     const uint32_t bits = dwords[k / 8 * 16];
     float eight[8];
@@ -80,10 +79,13 @@ void dequantize_row(const Matrix& w, int64_t row, float* out) {
   const int64_t n_groups = w.n_groups();
   for (int64_t g = 0; g < n_groups; g++) {
     const int64_t at = (tile * n_groups + g) * 16 + lane, begin = g * w.group_size;
-    const float scale =
-        w.wide_scales ? static_cast<const float*>(w.scales)[at] : from_f16(static_cast<const uint16_t*>(w.scales)[at]);
-    dequantize_group(w, dwords, begin, std::min(w.n_columns, begin + w.group_size), scale,
-                     w.zero_points != nullptr ? w.zero_points[at] : 8, out);
+    auto number = [&](const void* p) {
+      return w.wide_scales ? static_cast<const float*>(p)[at] : from_f16(static_cast<const uint16_t*>(p)[at]);
+    };
+    const int zero_point = w.kind == Kind::kInt4z ? w.zero_points[at] : w.kind == Kind::kInt4o ? 0 : 8;
+    const float offset = w.kind == Kind::kInt4o ? number(w.offsets) : 0.0f;
+    dequantize_group(w, dwords, begin, std::min(w.n_columns, begin + w.group_size), number(w.scales), zero_point, offset,
+                     out);
   }
 }
 

@@ -1,6 +1,7 @@
 // Products of a tiled weight matrix with prepared activations. A lane is a row, so sums never cross lanes.
 //
-// Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending.
+// Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of int4o then
+// y += float(asum) * (w_offset * a_scale).
 // Float form (3): one chain of fused multiply-adds a row, or a block of it, columns ascending.
 // GEMV (one token) unpacks in registers, kStreams tiles side by side: so many streams keep more of memory busy than one.
 // GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
@@ -10,7 +11,6 @@ constexpr int64_t kPrefetchOctets = 16;  // columns / 8 that a GEMV fetches ahea
 struct Scales {
   const void* values;
   bool wide;
-  explicit Scales(const Matrix& w) : values(w.scales), wide(w.wide_scales) {}
   vf lanes(int64_t index) const {
     return wide ? load(static_cast<const float*>(values) + index) : from_f16(static_cast<const uint16_t*>(values) + index);
   }
@@ -93,7 +93,9 @@ void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns
     for (int v = 0; v < kVectors; v++) {
       const uint32_t* line = w.lines + ((tile + j) * n_lines + column / 8 * kLines) * 16 + v * kLanes;
       const uint32_t* const last = w.lines + ((tile + j) * n_lines + n_lines - 1) * 16 + v * kLanes;
-      const vi offset = kKind == Kind::kInt4z ? zero_points[j * kVectors + v] * 0x10001 : splat_int(0x00080008);
+      const vi offset = kKind == Kind::kInt4z   ? zero_points[j * kVectors + v] * 0x10001
+                        : kKind == Kind::kInt4o ? vi{}
+                                                : splat_int(0x00080008);
       uint32_t* to = out + j * 16 + v * kLanes;
       for (int64_t i = 0; i < n_octets; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
@@ -123,7 +125,7 @@ void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns
 template <Kind kKind, int kTilesNow>
 void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, float* out) {
   constexpr int kColumns = columns_per_dword(kKind);
-  const Levels levels(kKind == Kind::kNf4 ? kNf4Levels : kFp4Levels);
+  const Levels levels(levels_of(kKind));
   for (int j = 0; j < kTilesNow; j++) {
     for (int v = 0; v < kVectors; v++) {
       const uint32_t* line = w.lines + ((tile + j) * w.n_lines() + column / kColumns) * 16 + v * kLanes;
@@ -163,6 +165,9 @@ inline vi start_of_sum(int32_t neg8_sum, vi zero_points) {
   if constexpr (kKind == Kind::kInt4z) return zero_points * neg8_sum >> 3;
   return splat_int(kBits == 8 && biased(kKind) ? 16 * neg8_sum : 0);
 }
+
+// What the offsets of a block's weights are multiplied with, next to the block's scale.
+inline vf sum_of_activations(int32_t neg8_sum) { return splat(static_cast<float>(-(neg8_sum / 8))); }
 
 struct IntBlock {
   const uint32_t* weights;  // unpacked
@@ -249,24 +254,36 @@ void int_group(IntBlock b, float* sums) {
   }
 }
 
+// sums [token][tile][16] += what the offsets make of a block's activations.
+template <int kTilesNow>
+void add_offsets(const IntBlock& b, const vf* w_offsets, float* sums) {
+  for (int64_t t = 0; t < b.stride; t++) {
+    const vf a_scale = splat(b.a_scales[t]), a_sum = sum_of_activations(b.neg8_sums[t]);
+    for (int v = 0; v < kTilesNow * kVectors; v++, sums += kLanes) {
+      store(sums, load(sums) + a_sum * (w_offsets[v] * a_scale));
+    }
+  }
+}
+
 // n_tiles <= kGemmTiles, tokens [first, first + n_tokens) with n_tokens <= kMaxTokens, `first` a multiple of kTokenGroup.
 template <Kind kKind, int kBits>
 void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, int64_t first,
               int64_t n_tokens, uint32_t* scratch) {
   auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
-  const Scales scales(w);
+  const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
   for (int64_t block = 0; block < n_blocks; block++) {
     const int64_t column = block * x.block;
     const int64_t n_columns = column + x.block < w.n_columns ? x.block : w.n_columns - column;
-    vf w_scales[kGemmTiles * kVectors];
+    vf w_scales[kGemmTiles * kVectors], w_offsets[kGemmTiles * kVectors];
     vi zero_points[kGemmTiles * kVectors] = {};
     for (int64_t j = 0; j < n_tiles; j++) {
       const int64_t at = ((tile + j) * n_groups + column / w.group_size) * 16;
       for (int v = 0; v < kVectors; v++) {
         w_scales[j * kVectors + v] = scales.lanes(at + v * kLanes);
         if (kKind == Kind::kInt4z) zero_points[j * kVectors + v] = zero_point_lanes(w.zero_points + at + v * kLanes);
+        if (kKind == Kind::kInt4o) w_offsets[j * kVectors + v] = offsets.lanes(at + v * kLanes);
       }
     }
     for (int64_t j = 0; j < n_tiles; j += kTiles) {
@@ -289,6 +306,10 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
                             x.neg8_sums + m * n_blocks + block * n,
                             n};
         n_now < kTiles ? int_group<kKind, kBits, 1>(b, out) : int_group<kKind, kBits, kTiles>(b, out);
+        if constexpr (kKind == Kind::kInt4o) {
+          n_now < kTiles ? add_offsets<1>(b, w_offsets + j * kVectors, out)
+                         : add_offsets<kTiles>(b, w_offsets + j * kVectors, out);
+        }
       }
     }
   }
@@ -327,7 +348,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) 
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
-  const Scales scales(w);
+  const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
   const uint32_t* line = w.lines + tile * n_lines * 16;
   const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
   vf sum[kTilesNow][kVectors] = {};
@@ -373,8 +394,11 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) 
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         const vi isum = low[j][v] + (kKind == Kind::kInt8 ? high[j][v] : high[j][v] >> 4);
-        const vf w_scale = scales.lanes(((tile + j) * n_groups + group) * 16 + v * kLanes);
-        sum[j][v] += __builtin_convertvector(isum, vf) * (w_scale * a_scale);
+        const int64_t at = ((tile + j) * n_groups + group) * 16 + v * kLanes;
+        sum[j][v] += __builtin_convertvector(isum, vf) * (scales.lanes(at) * a_scale);
+        if constexpr (kKind == Kind::kInt4o) {
+          sum[j][v] += sum_of_activations(x.neg8_sums[block]) * (offsets.lanes(at) * a_scale);
+        }
       }
     }
     if (++in_group == blocks_a_group) group++, in_group = 0;
@@ -405,6 +429,7 @@ void matmul_int(const Matrix& w, const IntActivations& x, float* y, int64_t ldy,
   auto run = [&](auto tiles) { tiles(w, x, y, ldy, tile_begin, tile_end, scratch); };
   if (w.kind == Kind::kInt4) run(bytes ? int_tiles<Kind::kInt4, 8> : int_tiles<Kind::kInt4, 16>);
   if (w.kind == Kind::kInt4z) run(bytes ? int_tiles<Kind::kInt4z, 8> : int_tiles<Kind::kInt4z, 16>);
+  if (w.kind == Kind::kInt4o) run(bytes ? int_tiles<Kind::kInt4o, 8> : int_tiles<Kind::kInt4o, 16>);
   if (w.kind == Kind::kInt8) run(bytes ? int_tiles<Kind::kInt8, 8> : int_tiles<Kind::kInt8, 16>);
 }
 
@@ -466,7 +491,7 @@ void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ld
   constexpr bool kScaled = is_codebook(kKind);
   float* const sums = scratch + kGemmTiles * kTileRows * kBlock;  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
-  const Scales scales(w);
+  const Scales scales{w.scales, w.wide_scales};
   const int64_t n_groups = w.n_groups(), block = kScaled ? w.block() : kBlock;
   const int64_t end = pad_to(w.n_columns, columns_per_dword(kKind));
   for (int64_t column = 0; column < end; column += block) {
@@ -538,8 +563,8 @@ inline void add_levels(const Levels& levels, const vi (&lines)[kTilesNow][kVecto
 
 template <Kind kKind, int kTilesNow>
 void codebook_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t tile) {
-  const Levels levels(kKind == Kind::kNf4 ? kNf4Levels : kFp4Levels);
-  const Scales scales(w);
+  const Levels levels(levels_of(kKind));
+  const Scales scales{w.scales, w.wide_scales};
   const int64_t n_lines = w.n_lines(), n_groups = w.n_groups(), lines_a_block = (w.block() + 7) / 8;
   const int64_t blocks_a_group = (w.group_size + w.block() - 1) / w.block();
   const uint32_t* line = w.lines + tile * n_lines * 16;
@@ -599,6 +624,7 @@ void matmul_float(const Matrix& w, const FloatActivations& x, float* y, int64_t 
   auto run = [&](auto tiles) { tiles(w, x, y, ldy, tile_begin, tile_end, scratch); };
   if (w.kind == Kind::kNf4) run(float_tiles<Kind::kNf4>);
   if (w.kind == Kind::kFp4) run(float_tiles<Kind::kFp4>);
+  if (w.kind == Kind::kE2m1) run(float_tiles<Kind::kE2m1>);
   if (w.kind == Kind::kF16) run(float_tiles<Kind::kF16>);
   if (w.kind == Kind::kBf16) run(float_tiles<Kind::kBf16>);
   if (w.kind == Kind::kF32) run(float_tiles<Kind::kF32>);

@@ -152,12 +152,14 @@ def packed_tensor(
     scales: Callable[[slice], F32Array],
     levels: Callable[[slice], Array],
     zero_points: Callable[[slice], npt.NDArray[np.uint8]] | None = None,
+    offsets: Callable[[slice], F32Array] | None = None,
     values: Callable[[slice], F32Array] | None = None,
 ) -> PackedTensor:
     """A PackedTensor of `kind` ("int4", ...), or where kind is None, or no group fits, of `values` alone.
 
     group_size: None for one scale a row.
-    scales: (n_rows, n_groups) of some rows; all are looked at now, to tell their type. levels: codes of some rows.
+    scales, offsets: (n_rows, n_groups) of some rows; all are looked at now, to tell their type. levels: codes of some
+    rows.
     """
     n_rows, n_columns = shape
     group = (0, 1) if group_size is None else container_group(group_size, n_columns)
@@ -176,22 +178,28 @@ def packed_tensor(
         else:
             q = levels(rows).astype(np.float32) - np.float32(codes.INT4_PAD if kind == "int4" else 0)
         out: F32Array = q * per_column
+        if offsets is not None:
+            out += np.repeat(offsets(rows), width, axis=1)[:, :n_columns]
         return out
 
     if kind is None or group is None:
         return PackedTensor(shape, stored_as, None, None, plain)
     size, repeats = group
-    coding = QuantScheme(kind, size, scale_dtype(scales(slice(0, n_rows))))
+    whole = slice(0, n_rows)
+    dtypes = {scale_dtype(numbers(whole)) for numbers in (scales, offsets) if numbers is not None}
+    coding = QuantScheme(kind, size, max(dtypes))  # f32 where one is
     n_groups = coding.n_groups(n_columns)
 
     def coded(rows: slice) -> CodedRows:
         def spread(a: Array) -> Array:
             return np.repeat(a, repeats, axis=1)[:, :n_groups]
 
+        dtype = codes.SCALE_DTYPES[coding.scale_dtype]
         return CodedRows(
             levels(rows),
-            spread(scales(rows)).astype(codes.SCALE_DTYPES[coding.scale_dtype]),
+            spread(scales(rows)).astype(dtype),
             None if zero_points is None else spread(zero_points(rows)).astype(np.uint8),
+            None if offsets is None else spread(offsets(rows)).astype(dtype),
         )
 
     return PackedTensor(shape, stored_as, coding, coded, plain)
@@ -210,11 +218,15 @@ def stacked(tensor: PackedTensor, n: int) -> PackedTensor:
     def coded(matrices: slice) -> CodedRows:
         assert tensor.coded is not None
         found = tensor.coded(rows_of(matrices))
-        zeros = found.zero_points
+
+        def cut(a: Array) -> Array:
+            return a.reshape(-1, n_rows, a.shape[1])
+
         return CodedRows(
-            found.codes.reshape(-1, n_rows, n_columns),
-            found.scales.reshape(-1, n_rows, found.scales.shape[1]),
-            None if zeros is None else zeros.reshape(-1, n_rows, zeros.shape[1]),
+            cut(found.codes),
+            cut(found.scales),
+            None if found.zero_points is None else cut(found.zero_points).astype(np.uint8),
+            None if found.offsets is None else cut(found.offsets),
         )
 
     shape = (n, n_rows, n_columns)

@@ -6,8 +6,8 @@
 
     value = code * scale + bias
 
-Where every bias is minus a whole number of scales, that number is a zero point and the values are exact in int4, int4z
-or int8; elsewhere they are computed in float32.
+Where every bias is minus a whole number of scales, that number is a zero point: int4, int4z or int8. Other biases of 4
+bits are the offsets of int4o; of 8 bits the values are computed in float32.
 """
 
 from __future__ import annotations
@@ -60,15 +60,18 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedT
     def scales(rows: slice) -> F32Array:
         return raw.floats(f"{module}.scales")[rows]
 
+    def biases(rows: slice) -> F32Array:
+        return raw.floats(f"{module}.biases")[rows]
+
     def affine(rows: slice) -> F32Array:
         per_column = np.repeat(scales(rows), group_size, axis=1)
         out: F32Array = unsigned(rows) * per_column
-        out += np.repeat(raw.floats(f"{module}.biases")[rows], group_size, axis=1)
+        out += np.repeat(biases(rows), group_size, axis=1)
         return out
 
-    zeros = whole_zero_points(scales(slice(0, n_rows)), raw.floats(f"{module}.biases"), bits)
+    zeros = whole_zero_points(scales(slice(0, n_rows)), biases(slice(0, n_rows)), bits)
     middle = 1 << (bits - 1)
-    kind = None
+    kind = "int4o" if bits == 4 else None
     if zeros is not None:
         symmetric = bool((zeros == middle).all())
         kind = {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
@@ -84,5 +87,6 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedT
         scales=scales,
         levels=levels,
         zero_points=(lambda rows: zeros[rows]) if zeros is not None and kind == "int4z" else None,
+        offsets=biases if kind == "int4o" else None,
         values=affine,
     )

@@ -5,8 +5,8 @@ X_scales  U8 (experts, out, groups)       exponent, biased by 127
 
 value = E2M1[code] * 2^(scale - 127)
 
-Every E2M1 number is half of a whole number up to 12, so int8 with a power of two as scale holds the values exactly; no
-4-bit scheme of the container does. X is a stack of matrices, one an expert, rows and columns as they are stored.
+The scheme e2m1 with a power of two as scale holds just that. X is a stack of matrices, one an expert, rows and columns
+as they are stored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from w4conv.sources.packed.base import F32Array, PackedTensor, RawTensors, packed_tensor, stacked
 
 GROUP: Final = 32
-DOUBLED: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # 2 * E2M1
-BIAS: Final = 128  # of the exponent, with the codes doubled
-MIN_HALF_EXPONENT: Final = 104  # below it the scale is no FP16 number
+BIAS: Final = 127  # of the exponent
+SIGN: Final = 8  # the code of -0
+MIN_HALF_EXPONENT: Final = 103  # below it the scale is no FP16 number
 MAX_EXPONENT: Final = 252  # above it the largest code is no float32
 
 
@@ -46,8 +46,8 @@ def _tensor(module: str, raw: RawTensors) -> PackedTensor:
         whole = raw.read(f"{module}_{kind}")
         return np.ascontiguousarray(whole.reshape(n_experts * n_out, *whole.shape[2:])[rows], np.uint8)
 
-    def levels(rows: slice) -> npt.NDArray[np.int8]:
-        return DOUBLED[_nibbles(part("blocks", rows))]
+    def levels(rows: slice) -> npt.NDArray[np.uint8]:
+        return _nibbles(part("blocks", rows))
 
     def scales(rows: slice) -> F32Array:
         exponents = part("scales", rows)
@@ -56,7 +56,7 @@ def _tensor(module: str, raw: RawTensors) -> PackedTensor:
     tensor = packed_tensor(
         shape=(n_experts * n_out, n_groups * GROUP),
         stored_as="mxfp4",
-        kind="int8",
+        kind="e2m1",
         group_size=GROUP,
         scales=scales,
         levels=levels,
@@ -64,12 +64,12 @@ def _tensor(module: str, raw: RawTensors) -> PackedTensor:
     return replace(stacked(tensor, n_experts), nbytes=n_experts * n_out * n_groups * (GROUP // 2 + 1))
 
 
-def scale_of(exponents: npt.NDArray[np.uint8], levels: npt.NDArray[np.int8] | None) -> F32Array:
-    """What the doubled codes are multiplied with. levels: (rows, columns) of doubled codes, or None; a group of zeros
-    needs no scale, and writers give it one that is no FP16 number."""
+def scale_of(exponents: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8] | None) -> F32Array:
+    """What the levels are multiplied with. codes: (rows, columns), or None; a group of zeros needs no scale, and
+    writers give it one that is no FP16 number."""
     scales: F32Array = np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS).astype(np.float32)
-    if levels is not None:
-        scales[~levels.reshape(*scales.shape, GROUP).any(axis=-1)] = 0
+    if codes is not None:
+        scales[~(codes.reshape(*scales.shape, GROUP) & ~np.uint8(SIGN)).any(axis=-1)] = 0
     return scales
 
 
