@@ -16,7 +16,7 @@ from w4conv import codes, kernels
 from w4conv.container import Layout
 from w4conv.errors import InputError, UsageError
 from w4conv.measure.texts import load_text
-from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, Lack, ScaleError, Solution, solve
 from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.recipe import KEPT
@@ -24,18 +24,13 @@ from w4conv.runtime.engine import Captured, LayerModel, Matrix, padded_width
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
+from w4conv.statistics import HELD_OUT, is_held_out
 
 F32Array = npt.NDArray[np.float32]
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as the container has them
 
-HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
 TIED_SHARE: Final = 4  # one sequence in so many is run to see what a tied head reads
 _READ_ROWS: Final = 1 << 13
-# The place in the layer whose rows each matrix reads.
-READS: Final = {
-    "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv", "o_proj": "o",
-    "gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up", "down_proj": "down",
-}  # fmt: skip
 NORMED: Final = ("qkv", "gate_up")  # places whose rows a norm gives
 
 
@@ -223,7 +218,7 @@ class Calibrator:
                 raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
             width = rows.shape[1]
             sums = sums or [(Moments(width), CrossMoments(lack.shape[1], width)) for _ in range(2)]
-            moments, products = sums[i % held_out == held_out // 2]
+            moments, products = sums[is_held_out(i, held_out)]
             moments.add(rows, threads=self._threads)
             products.add(lack, rows, threads=self._threads)
         (fit, fit_lack), (judge, judge_lack) = sums

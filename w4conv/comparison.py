@@ -20,6 +20,7 @@ from w4conv.container import STDOUT, Container, TensorInfo, is_container, open_c
 from w4conv.errors import InputError
 from w4conv.measure.distortion import Distortion, DistortionMeter
 from w4conv.progress import Progress, Silent
+from w4conv.quantization.folding import folded_as_recorded
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 
@@ -99,6 +100,7 @@ def diff(
     progress = progress or Silent()
     with ExitStack() as stack:
         left, right = _open(a, stack), _open(b, stack)
+        left, right = left.as_read_for(right), right.as_read_for(left)
         origin = None if source is None else _open(source, stack)
         names = [name for name in left.shapes if name in right.shapes]
         progress.start(sum(left.n_values(name) * 4 for name in names))
@@ -146,6 +148,10 @@ class _Side(ABC):
     def n_values(self, name: str) -> int:
         return int(np.prod(self.shapes[name], dtype=np.int64))
 
+    def as_read_for(self, _other: _Side) -> _Side:
+        """A checkpoint with its channels scaled as a container made of it says."""
+        return self
+
     @abstractmethod
     def values(self, name: str, rows: slice | None) -> F32Array:
         """Of a slice of the first axis; all of a scalar."""
@@ -169,6 +175,11 @@ class _SourceSide(_Side):
         self.codings = {name: t.stored_as for name, t in source.tensors.items()}
         self.blobs = source.blobs
 
+    def as_read_for(self, _other: _Side) -> _Side:
+        if _other.record is None:
+            return self
+        return _SourceSide(folded_as_recorded(self._source, _other.record, _other.blobs, "the container"))
+
     def values(self, name: str, rows: slice | None) -> F32Array:
         values = self._source.read(name, rows)
         if self._source.tensors[name].dtype == "BF16":
@@ -190,7 +201,8 @@ class _Comparison:
 
     def __init__(self, name: str, a: _Side, b: _Side, source: _Side | None) -> None:
         self._name, self._a, self._b = name, a, b
-        self._source = source if source is not None and source.shapes.get(name) == a.shapes[name] else None
+        fits = source is not None and source.shapes.get(name) == a.shapes[name]
+        self._sources = (source.as_read_for(a), source.as_read_for(b)) if source is not None and fits else None
         self._comparable = a.shapes[name] == b.shapes[name]
         self._equal = self._comparable
         self.b_from_a, self.a_from_source, self.b_from_source = DistortionMeter(), DistortionMeter(), DistortionMeter()
@@ -202,10 +214,10 @@ class _Comparison:
             x, y = (_as_rows(side.values(self._name, rows)) for side in (self._a, self._b))
             self._equal = self._equal and np.array_equal(x.view(np.uint32), y.view(np.uint32))
             self.b_from_a.add(x, y)
-            if self._source is not None:
-                z = _as_rows(self._source.values(self._name, rows))
-                self.a_from_source.add(z, x)
-                self.b_from_source.add(z, y)
+            if self._sources is not None:
+                of_a, of_b = (_as_rows(source.values(self._name, rows)) for source in self._sources)
+                self.a_from_source.add(of_a, x)
+                self.b_from_source.add(of_b, y)
 
     def result(self) -> TensorDifference:
         name, codings = self._name, (self._a.codings[self._name], self._b.codings[self._name])
@@ -216,7 +228,7 @@ class _Comparison:
             if infos[0].scheme.kind == infos[1].scheme.kind and not infos[0].scheme.is_float:
                 pair = self._a.container.part(name, "codes"), self._b.container.part(name, "codes")
                 share = _n_differing(*pair, bits=infos[0].scheme.bits) / max(self._a.n_values(name), 1)
-        with_source = self._source is not None and self._comparable
+        with_source = self._sources is not None and self._comparable
         return TensorDifference(
             name=name,
             shape_a=self._a.shapes[name],

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from w4conv import __version__, codes
 from w4conv.calibration import CalibrationText, read_calibration
+from w4conv.channel_scaling import METHOD as AWQ
+from w4conv.channel_scaling import ChannelScaling
 from w4conv.container import Layout, TensorPlan, plan
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
@@ -22,11 +24,13 @@ from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress
 from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.quantization.calibrated import DAMPING_PERCENTS, METHODS
+from w4conv.quantization.folding import FoldedSource, Folding
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
 from w4conv.runtime.tokenizer import highest_ids
 from w4conv.sensitivity import Sensitivity
 from w4conv.sources.base import Source
+from w4conv.statistics import observe
 
 TOOL: Final = f"w4conv {__version__}"
 HEAD: Final = "lm_head.weight"
@@ -42,7 +46,7 @@ class ConversionPlan:
     layout: of the whole file. recipe: with the rules that target_bpw, if given, has added in front, n_allocated.
     method: the word for the record; methods: matrix -> its own, of those that are calibrated, on `text`.
     coded: names of tensors whose codes and scales are taken as they are. notes: for the user and the record.
-    file_nbytes: of each source file.
+    file_nbytes: of each source file. source: with its channels scaled where AWQ has it so; folding: how.
     """
 
     def __init__(
@@ -82,6 +86,9 @@ class ConversionPlan:
             self.recipe = replace(recipe, rules=(*chosen, *recipe.rules))
             self._choices = self.recipe.choices(self.model)
             self.methods = self._calibrated(method, with_text=calibration is not None)
+        self.folding = self._fold(threads, progress)
+        if self.folding is not None:
+            self.source = FoldedSource(source, self.folding)
         tensors = self._plan_tensors()
         self.method = "keep" if self.coded and method == "rtn" else method
         self.file_nbytes = [file.stat().st_size for file in source.files]
@@ -139,6 +146,22 @@ class ConversionPlan:
         by = "the error of their weights" if self.text is None else "what they lose on the text"
         self.notes.append(f"schemes of {len(free)} matrices chosen for {target} bits a weight, by {by}")
         return [(name, Rule(MENU[i].kind, MENU[i].group_size)) for name, i in chosen.items()]
+
+    def _fold(self, threads: int | None, progress: Progress) -> Folding | None:
+        """Channels scaled for the matrices that are rounded by AWQ."""
+        tensors = [t for t in self.model.tensors() if self.methods.get(t.name) == AWQ and t.role == "linear"]
+        if not tensors:
+            return None
+        assert self.text is not None
+        schemes = {t.name: self._choices[t.name].coding(self.source.tensors[t.name].dtype) for t in tensors}
+        progress.start(sum(math.prod(t.shape) for t in tensors))
+        scaling = ChannelScaling(self.source, self.spec(), schemes, threads=threads, advance=progress.advance)
+        folding = scaling.find(observe(self.source, self.spec(), self.text.sequences, threads=threads))
+        self.notes.append(
+            f"awq: channels scaled by powers of two at {len(folding.exponents)} places of {self.spec().n_layers} "
+            "layers, folded exactly into what comes before"
+        )
+        return folding
 
     def _check_vocabulary(self, spec: ModelSpec) -> None:
         """A tokenizer may have fewer tokens than the model, or special ones beyond those of a text model."""
@@ -260,6 +283,8 @@ class ConversionPlan:
             record["recipe"] = self.recipe.record()
         if self.target is not None:
             record["target_bpw"] = str(self.target)
+        if self.folding is not None:
+            record["folding"] = self.folding.record()
         if self.text is not None:
             record["calibration"] = self.text.record() | {"damping_percents": list(DAMPING_PERCENTS)}
         return record

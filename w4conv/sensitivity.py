@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
-from w4conv.calibration import READS
 from w4conv.errors import InputError
 from w4conv.measure.divergence import log_softmax
 from w4conv.measure.layer_errors import relative_error
-from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.runtime.engine import LayerModel, Matrix
 from w4conv.runtime.layers import LayeredSource
 from w4conv.scheme import QuantScheme

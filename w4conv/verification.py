@@ -20,6 +20,7 @@ from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, in
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.text_windows import cut_text, settle
 from w4conv.progress import Progress, Silent
+from w4conv.quantization.folding import folded_as_recorded
 from w4conv.quantization.generic import GENERIC
 from w4conv.runtime.engine import Model
 from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
@@ -167,7 +168,8 @@ def _open_against(container: Container, against: str | os.PathLike[str]) -> Sour
     provenance: Mapping[str, Any] = container.provenance
     zero15 = provenance.get("gptq_zero15")
     generic = provenance.get("architecture") == GENERIC
-    return open_source(Path(against), raw=generic, gptq_zero15=zero15 if zero15 in (0, 16) else None)
+    source = open_source(Path(against), raw=generic, gptq_zero15=zero15 if zero15 in (0, 16) else None)
+    return folded_as_recorded(source, provenance, container.blobs, container.path)
 
 
 def _is_checkpoint(path: Path) -> bool:

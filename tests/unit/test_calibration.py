@@ -148,7 +148,7 @@ def test_output_error_is_a_trace() -> None:
     np.testing.assert_allclose(found[0], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["search", "gptq", "best"])
+@pytest.mark.parametrize("method", ["search", "awq", "gptq", "best"])
 def test_bytes_depend_on_neither_threads_nor_tier(
     model: Path, text: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,8 @@ def test_verify_tells_what_it_cannot_make_again(model: Path, text: Path, tmp_pat
     ("options", "words"),
     [
         ({"method": "gptq"}, "--calibration"),
-        ({"method": "awq", "calibration": "t"}, "unknown method"),
+        ({"method": "omniquant", "calibration": "t"}, "unknown method"),
+        ({"method": "awq"}, "--calibration"),
         ({"method": "rtn", "calibration": "t"}, "no use"),
         ({"scheme": "bf16", "calibration": "t"}, "nothing to calibrate"),
         ({"calibration": "t", "calibration_ctx": 257}, "calibration-ctx"),

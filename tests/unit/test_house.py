@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "convert",
         "planning",
+        "channel_scaling",
+        "statistics",
         "writing",
         "verification",
         "inspection",

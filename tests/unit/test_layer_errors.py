@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 from helpers import make_llama_dir
 
-from w4conv.calibration import READS
 from w4conv.cli._heat_map import heat_map
 from w4conv.convert import quantize
 from w4conv.measure.layer_errors import LayerErrors
 from w4conv.measure.layerwise import scored_logits
 from w4conv.measure.perplexity import make_windows
+from w4conv.models.spec import READS
 from w4conv.runtime.engine import Captured, Model
 from w4conv.runtime.layers import LayeredContainer
 

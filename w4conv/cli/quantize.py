@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SCHEMES = ("w4a16", "int4z", "nf4", "fp4", "w8a16", "f16", "bf16", "f32", "keep")
 GROUP_SIZES = ("32", "64", "128", "256", "row")
 RECIPES = ("small", "values", "mixed")
-METHODS = ("rtn", "search", "gptq", "best")
+METHODS = ("rtn", "search", "awq", "gptq", "best")
 EMBEDDINGS = ("int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32", "keep")
 EPILOG = """\
 \b

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import kernels
-from w4conv.calibration import READS
+from w4conv.models.spec import READS
 from w4conv.runtime.engine import ACTIVATION_BITS, Captured, Matrix
 from w4conv.runtime.layers import LoadedLayer
 

@@ -21,6 +21,12 @@ NORMS_AROUND: Final = {
     "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 
+# The place in the layer whose rows each matrix reads.
+READS: Final = {
+    "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv", "o_proj": "o",
+    "gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up", "down_proj": "down",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

@@ -29,6 +29,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 METHODS: Final = {
     "rtn": ("rtn",),
     "search": ("rtn", "search"),
+    "awq": ("rtn", "search"),  # of weights whose channels are scaled before (folding.py)
     "gptq": ("rtn", "gptq"),
     "best": ("rtn", "search", "gptq"),
 }

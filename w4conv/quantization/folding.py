@@ -1,0 +1,178 @@
+"""Channels scaled by powers of two and folded into the operations before: another checkpoint of the very same model.
+
+A product that reads x_c / s_c with weights W_jc s_c gives what it gave of x_c and W_jc. What gives x takes the 1 / s_c:
+
+    qkv, gate_up   the weight of the norm before
+    o              the rows of v, and their bias; query heads that share keys and values share s
+    down           the rows of up, and their bias: the gate's activation is multiplied with what they give
+
+s = 2^e changes exponents only, so that no weight is rounded and every product and sum keeps its bits. Groups of columns
+rounded to 4 bits then serve the channels with the larger s better (Lin et al. 2023, AWQ; there s is any number).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes
+from w4conv.errors import InputError
+from w4conv.models import parse_config
+from w4conv.models.spec import READS, ModelSpec, TensorSpec
+from w4conv.sources.base import CodedRows, Source, SourceTensor
+
+Exponents = npt.NDArray[np.int8]
+F32Array = npt.NDArray[np.float32]
+
+PLACES: Final = ("qkv", "o", "gate_up", "down")
+MAX_EXPONENT: Final = 12
+_ONE: Final = "m"  # in a record: e = 0; "n" is 1, "l" is -1
+# What gives the rows that a place reads.
+_NORMS: Final = {"qkv": "attention_norm", "gate_up": "mlp_norm"}
+_ROWS: Final = {"v_proj": "o", "qkv_proj": "o", "up_proj": "down", "gate_up_proj": "down"}
+
+
+def can_fold(spec: ModelSpec, place: str) -> bool:
+    """Whether what gives the rows of `place` takes factors exactly."""
+    if place in _NORMS:
+        return _NORMS[place] in spec.norms and spec.norm_offset == 0
+    return place == "o" or (spec.experts is None and spec.activation != "clamped_silu")
+
+
+def given_to(part: str) -> str:
+    """The place whose rows the outputs of a matrix become; "" for none."""
+    return _ROWS.get(part, "")
+
+
+def n_factors(spec: ModelSpec, place: str) -> int:
+    """Channels of a place that have a factor each."""
+    return {
+        "qkv": spec.hidden_size,
+        "o": spec.n_kv_heads * spec.head_dim,
+        "gate_up": spec.hidden_size,
+        "down": spec.intermediate_size,
+    }[place]
+
+
+def spread(spec: ModelSpec, place: str, per_factor: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """What each factor has, for each column of the matrices that read `place`."""
+    if place != "o":
+        return per_factor
+    heads = per_factor.reshape(spec.n_kv_heads, spec.head_dim)
+    return np.repeat(heads, spec.n_heads // spec.n_kv_heads, axis=0).ravel()
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """exponents: (layer, place) -> log2 s of each of its factors; places that are not in it have s = 1."""
+
+    spec: ModelSpec
+    exponents: Mapping[tuple[int, str], Exponents]
+
+    def record(self) -> dict[str, str]:
+        """For the provenance of a container: "layer.place" -> a letter a factor."""
+        return {
+            f"{layer}.{place}": (e.astype(np.int16) + ord(_ONE)).astype(np.uint8).tobytes().decode("ascii")
+            for (layer, place), e in self.exponents.items()
+        }
+
+    @classmethod
+    def parse(cls, record: object, spec: ModelSpec, where: str) -> Folding:
+        """Inverse of `record`. Raises InputError."""
+        known = {f"{i}.{place}": (i, place) for i in range(spec.n_layers) for place in PLACES if can_fold(spec, place)}
+        found: dict[tuple[int, str], Exponents] = {}
+        for key, letters in record.items() if isinstance(record, dict) else [("", "")]:
+            if key not in known:
+                raise InputError(
+                    f"{where}: its record of folded channels names {key[:40]!r}, which is no place for them"
+                )
+            e = np.frombuffer(str(letters).encode(), np.uint8).astype(np.int16) - ord(_ONE)
+            if len(e) != n_factors(spec, known[key][1]) or (abs(e) > MAX_EXPONENT).any():
+                raise InputError(f"{where}: its record of folded channels does not fit {spec.architecture} at {key}")
+            found[known[key]] = e.astype(np.int8)
+        return cls(spec, found)
+
+    def of(self, t: TensorSpec) -> tuple[Exponents | None, Exponents | None]:
+        """Exponents by which the rows and the columns of a tensor are scaled; of a vector, its values as rows."""
+        if t.layer is None:
+            return None, None
+        part = t.part.removesuffix(".bias")
+        columns = self.exponents.get((t.layer, READS.get(t.part, "")))
+        before = next((place for place, norm in _NORMS.items() if norm == part), given_to(part))
+        rows = self.exponents.get((t.layer, before))
+        if rows is not None:  # of a fused matrix they are the last
+            rows = np.concatenate([np.zeros(t.shape[0] - len(rows), np.int8), rows])
+        return (
+            None if rows is None else np.asarray(-rows, np.int8),
+            None if columns is None else spread(self.spec, READS[t.part], columns),
+        )
+
+
+class FoldedSource(Source):
+    """A source with a folding: its matrices scaled are read in BF16 or F32, norms and biases in the type they have."""
+
+    def __init__(self, source: Source, folding: Folding) -> None:
+        self._source = source
+        exponents = {t.name: folding.of(t) for t in folding.spec.tensors()}
+        self._scaled = {name: e for name, e in exponents.items() if any(x is not None for x in e)}
+        self.kind, self.path, self.files, self.blobs = source.kind, source.path, source.files, source.blobs
+        self.notes, self.gptq_zero15 = source.notes, source.gptq_zero15
+        self.tensors = {name: self._described(t) for name, t in source.tensors.items()}
+
+    def _described(self, t: SourceTensor) -> SourceTensor:
+        if t.name not in self._scaled:
+            return t
+        return replace(t, coding=None, dtype="F32" if t.dtype == "F16" and len(t.shape) > 1 else t.dtype)
+
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.generic]:
+        values = self._source.read(name, rows)
+        if name not in self._scaled:
+            return values
+        of_rows, of_columns = self._scaled[name]
+        e = np.zeros((1,) * values.ndim, np.int32)
+        if of_rows is not None:
+            of_rows = of_rows[rows or slice(None)]
+            e = e + (of_rows if values.ndim == 1 else of_rows[:, None])
+        if of_columns is not None:
+            e = e + of_columns
+        scaled, exact = scale(values, self._source.tensors[name].dtype, self.tensors[name].dtype, e)
+        if not exact.all():
+            raise InputError(f"{self.path}: {name}: a value is so small that scaling it by a power of two rounds it")
+        return scaled
+
+    def read_coded(self, name: str, rows: slice) -> CodedRows:
+        return self._source.read_coded(name, rows)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def scale(
+    values: npt.NDArray[Any], dtype: str, to: str, exponents: npt.NDArray[np.integer[Any]]
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_]]:
+    """(values * 2^exponents in the type `to`, which of them are so exactly)."""
+    wide = codes.bf16_to_f32(values.view(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = np.ldexp(wide, exponents)
+        out = codes.f32_to_bf16(scaled) if to == "BF16" else scaled.astype(np.float16 if to == "F16" else np.float32)
+        back = np.ldexp(codes.bf16_to_f32(out) if to == "BF16" else out.astype(np.float32), -exponents)
+    return out, (back == wide) | np.isnan(wide)
+
+
+def folded_as_recorded(
+    source: Source, provenance: Mapping[str, Any], blobs: Mapping[str, bytes], where: object
+) -> Source:
+    """A source as a container reads it that was made from it. Raises InputError."""
+    if "folding" not in provenance:
+        return source
+    try:
+        spec = parse_config(json.loads(blobs["config.json"]))
+        return FoldedSource(source, Folding.parse(provenance["folding"], spec, str(where)))
+    except BaseException:
+        source.close()
+        raise
