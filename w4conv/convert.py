@@ -98,9 +98,10 @@ def quantize(
     matrix for which no recipe names one is chosen from a menu, by how much the model loses with it (sensitivity.py). It
     takes the place of scheme, group_size and embeddings.
 
-    method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "gptq" (scales searched,
-    each column rounded with the errors of those before it in mind), or "best" (of all, for each matrix); None means
-    best with calibration, else rtn. All but rtn need calibration, a text on which activations are observed:
+    method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "awq" (the same, of weights
+    whose channels are scaled by powers of two, which what comes before takes back: quantization/folding.py), "gptq"
+    (scales searched, each column rounded with the errors of those before it in mind), or "best" (of rtn, search and
+    gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which activations are observed:
     calibration_tokens of it in sequences of calibration_ctx, spread over the text. They keep what rtn makes of a matrix
     where its outputs are nearer to the source's on sequences held out.
 
