@@ -101,9 +101,9 @@ def quantize(
     method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "awq" (the same, of weights
     whose channels are scaled by powers of two, which what comes before takes back: quantization/folding.py), "gptq"
     (scales searched, each column rounded with the errors of those before it in mind), or "best" (of rtn, search and
-    gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which activations are observed:
-    calibration_tokens of it in sequences of calibration_ctx, spread over the text. They keep what rtn makes of a matrix
-    where its outputs are nearer to the source's on sequences held out.
+    gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which
+    activations are observed: calibration_tokens of it in sequences of calibration_ctx, spread over the text. They keep
+    what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
