@@ -34,7 +34,7 @@ HALF = N_TOKENS // 2
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
 
 
 FACTORS = {"short_factor": [1 + i / 40 for i in range(6)], "long_factor": [2 + i / 4 for i in range(6)]}

@@ -10,7 +10,7 @@ from exports import converted
 
 import w4conv
 from w4conv.errors import InputError
-from w4conv.export import export
+from w4conv.export import FORMATS, STACKED, export
 
 torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
@@ -75,12 +75,20 @@ def test_further_families(tmp_path: Path, name: str, settings: dict[str, int]) -
     assert np.abs(logits(tmp_path / "out") - reference(path, tmp_path)).max() < 1e-3
 
 
-def test_stacks_of_experts_are_refused(tmp_path: Path) -> None:
-    config = transformers.GptOssConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, vocab_size=300, num_local_experts=2, num_experts_per_tok=1,
+@pytest.mark.parametrize(("name", "settings"), [("GptOss", {"head_dim": 32}), ("GraniteMoe", {})])
+def test_stacks_of_experts(tmp_path: Path, name: str, settings: dict[str, int]) -> None:
+    """In one tensor, as transformers has them; formats that hold matrices one by one refuse them."""
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=300, max_position_embeddings=256, num_local_experts=3, num_experts_per_tok=2, **settings,
     )  # fmt: skip
-    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "in")
-    w4conv.quantize(tmp_path / "in", tmp_path / "m.w4", group_size=32)
-    with pytest.raises(InputError, match="gate_up_proj holds the matrices of all experts in one tensor"):
-        export(tmp_path / "m.w4", tmp_path / "out", to="safetensors")
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "in")
+    path = tmp_path / "m.w4"
+    w4conv.quantize(tmp_path / "in", path, group_size=32)
+    expected = reference(path, tmp_path)
+    assert np.abs(logits(tmp_path / "f32") - expected).max() < 1e-3
+    assert w4conv.verify(tmp_path / "f32", against=path).ok
+    for to in sorted(set(FORMATS) - set(STACKED)):
+        with pytest.raises(InputError, match="holds the matrices of all experts in one tensor, for which"):
+            export(path, tmp_path / "out", to=to)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import tiny_tokenizer
-from tiny_models import MODELS, SIZES, Case
+from tiny_models import MODELS, SIZES, Case, rope
 
 import w4conv
 from w4conv.errors import InputError
@@ -25,12 +25,19 @@ OWN = {
                                "num_hidden_layers": 6}),
     "granite": MODELS["granite-multipliers"],
     "mistral": MODELS["mistral-full"],
+    "granitemoe": ("granitemoe", {**MODELS["granitemoe-multipliers"][1], "hidden_size": 128}),
+    "gpt_oss": ("gpt_oss", {**MODELS["gpt_oss-window"][1], "hidden_size": 128, "head_dim": 32,
+                            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }  # fmt: skip
-# Those with a scaled rotary embedding.
+# Those with a scaled rotary embedding. llama.cpp rounds where that of gpt-oss begins and ends: with this theta there is
+# nearly nothing to round.
 OTHERS = {
     "phi3-longrope": MODELS["phi3-longrope"],
     "qwen2-yarn": MODELS["qwen2-yarn"],
-}
+    "gpt_oss-yarn": ("gpt_oss", {**MODELS["gpt_oss-window"][1], "head_dim": 32,
+                                 **rope("yarn", rope_theta=5900.0, factor=8.0, original_max_position_embeddings=32,
+                                        truncate=False)}),
+}  # fmt: skip
 CASES = {family: OWN.get(family, MODELS.get(family, ("", {}))) for family in BY_FAMILY} | OTHERS
 
 
@@ -74,9 +81,11 @@ def test_llama_cpp_computes_the_same(case: Case, tmp_path: Path) -> None:
     assert np.abs(ours[rows] - theirs[rows]).max() < 2e-2 * np.abs(theirs).max()  # its keys and values are FP16
 
 
-@pytest.mark.parametrize("name", ["llama-rope-dynamic", "gemma2-window", "qwen3_moe-some-dense", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama-rope-dynamic", "gemma2-window", "qwen3_moe-some-dense", "gpt_oss-rounded"])
 def test_what_llama_cpp_computes_otherwise_is_refused(name: str, tmp_path: Path) -> None:
-    case = Case(name, tmp_path)
+    rounded = ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1,
+                           **rope("yarn", factor=8.0, original_max_position_embeddings=32)})  # fmt: skip
+    case = Case(name, tmp_path, rounded if name == "gpt_oss-rounded" else None)
     tiny_tokenizer(SIZES["vocab_size"] - 1).save(str(case.folder / "tokenizer.json"))
     w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
     with pytest.raises(InputError, match="export"):

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-from exports import same, schemes, values
+from exports import parts, same, schemes, values
 from helpers import llama_tensors, make_llama_dir, write_safetensors
 
 import w4conv
+from w4conv.export import export
 from w4conv.sources import open_source
 
 torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
@@ -157,3 +159,18 @@ def test_mxfp4(tmp_path: Path) -> None:
         theirs = model(torch.tensor([ids])).logits[0].numpy()
     with w4conv.Model(tmp_path / "m.w4", kv="f32") as engine:
         assert np.abs(engine.logits(ids) - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+    # To GGUF, where gate and up are tensors of their own, and back.
+    assert export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf").exact
+    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    for layer in range(2):
+        gate_up = expected[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        down = expected[f"model.layers.{layer}.mlp.experts.down_proj"]
+        for part, value in (("gate", gate_up[:, 0::2]), ("up", gate_up[:, 1::2]), ("down", down)):
+            found = stored[f"blk.{layer}.ffn_{part}_exps.weight"]
+            assert found.tensor_type.name == "MXFP4"
+            assert same(gguf.dequantize(found.data, found.tensor_type), np.ascontiguousarray(value))
+    w4conv.quantize(tmp_path / "m.gguf", tmp_path / "again.w4", scheme="keep")
+    assert parts(tmp_path / "again.w4") == parts(tmp_path / "m.w4")
+    assert w4conv.verify(tmp_path / "again.w4", against=tmp_path / "m.gguf").ok
+    assert w4conv.verify(tmp_path / "m.gguf", against=tmp_path / "m.w4").ok

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import BOS, data_dir, tiny_tokenizer
+from helpers import BOS, data_dir, make_llama_dir, tiny_tokenizer
 from tokenizers import AddedToken
 from vocabularies import gguf_vocabulary, tokenizer_files
 
+import w4conv
+from w4conv.container import open_container
+from w4conv.export import export
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources._files import MappedFile
 from w4conv.sources.gguf_header import GgufHeader
@@ -73,6 +77,30 @@ def test_same_tokens_as_llama_cpp(name: str) -> None:
         expected = oracle.tokenize(text.encode(), add_bos=False, special=True)
         assert ours.encode(text, add_bos=False) == expected, text
     assert ours.adds_bos == (oracle.tokenize(b"a", add_bos=True)[0] == ours.bos_id)
+
+
+def test_gpt_oss_in_llama_cpp(tmp_path: Path) -> None:
+    """Its tokenizer takes whole words as they are, which llama.cpp does not by this name: the merges give the same.
+    Only words with combining marks are cut otherwise there, and the export says so."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the consumer; it is built from source")
+    files = tokenizer_files("gpt-oss")
+    path = make_llama_dir(tmp_path / "in", hidden=32, layers=1, vocab=201_088, tokenizer=False)
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    w4conv.quantize(path, tmp_path / "m.w4")
+    notes = export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf").notes
+    assert any("combining marks" in note for note in notes)
+    oracle = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    with open_container(tmp_path / "m.w4") as container:
+        ours = Tokenizer(container.blobs)
+    texts = [text for text, _ in vectors(data_dir("tokenizer-vectors", "ggml-vocab-qwen2.gguf.inp"))]
+    wiki = data_dir("wikitext-2-raw", "wiki.test.raw").read_text()
+    texts += [wiki[start : start + 2000] for start in range(0, len(wiki), 100_000)]
+    texts += ["<|start|>user<|message|>I'LL  CamelCase naïveÉcole<|end|>\n", "12345678 ½ ²\r\n\r\n//x/"]
+    unmarked = [text for text in texts if not any(unicodedata.category(c).startswith("M") for c in text)]
+    assert len(unmarked) > 50
+    for text in unmarked:
+        assert oracle.tokenize(text.encode(), add_bos=False, special=True) == ours.encode(text, add_bos=False), text
 
 
 ADDED = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from cuts import LLAMA3, O200K, QWEN2, TEKKEN
 from exports import config, converted, recoded, same, values
-from helpers import data_dir
+from helpers import data_dir, tiny_tokenizer
 from safetensors import safe_open
 from tokenizers import (
     AddedToken,
@@ -324,17 +324,19 @@ def test_gguf_pieces_without_a_space_in_front(tmp_path: Path) -> None:
         (LLAMA3, True, "isolated", "llama-bpe"),
         (LLAMA3, False, "isolated", "dbrx"),
         (QWEN2, False, "isolated", "deepseek-r1-qwen"),
-        (QWEN2, True, "isolated", None),
+        (QWEN2, True, "isolated", None),  # whose merges would not make all of its words
+        (QWEN2, "merged too", "isolated", "deepseek-r1-qwen"),
+        (O200K, "merged too", "isolated", "gpt-4o"),
         (r"\p{L}+", False, "isolated", None),
     ],
 )
-def test_gguf_names_of_cuts(tmp_path: Path, pattern: str, whole_words: bool, behavior: str, name: str | None) -> None:
+def test_gguf_names_of_cuts(tmp_path: Path, pattern: str, whole_words: object, behavior: str, name: str | None) -> None:
     path = converted(tmp_path)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "in/tokenizer.json"))
+    tokenizer = tiny_tokenizer(260 if whole_words == "merged too" else 300)
     split = pre_tokenizers.Split(Regex(pattern), behavior, invert=behavior == "removed")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
-    tokenizer.model.ignore_merges = whole_words
+    tokenizer.model.ignore_merges = bool(whole_words)
     tokenizer.save(str(tmp_path / "in/tokenizer.json"))
     w4conv.quantize(tmp_path / "in", path, overwrite=True)
     if name is None:

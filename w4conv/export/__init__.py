@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from w4conv.container import STDOUT, open_container
-from w4conv.errors import UsageError
+from w4conv.errors import InputError, UsageError
 from w4conv.export.model import ExportModel
 from w4conv.export.plan import Options, Plan
 from w4conv.export.report import ExportReport, make_report
@@ -31,6 +31,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "onnx": "onnx",
 }
 FORMATS: Final = tuple(_MODULES)
+STACKED: Final = ("gguf", "safetensors")  # hold the experts of a layer in one tensor
 DTYPES: Final = ("f16", "bf16", "f32")
 DEFAULT_SHARD_SIZE: Final = "5GB"
 
@@ -69,7 +70,13 @@ def export(
         if out != STDOUT and out.exists() and out.samefile(path):
             raise UsageError(f"{out} is the container itself. Name another output")
         module = importlib.import_module(f"w4conv.export.{_MODULES[to]}")
-        plan: Plan = module.plan(ExportModel(container), options)
+        model = ExportModel(container)
+        if model.stacks and to not in STACKED:
+            raise InputError(
+                f"{path}: {model.stacks[0]} holds the matrices of all experts in one tensor, for which {to} has no "
+                f"place. {model.spec.architecture} can be exported to {' and '.join(STACKED)}"
+            )
+        plan: Plan = module.plan(model, options)
         plan.check(out, overwrite=overwrite)
         if not dry_run:
             plan.write(out, overwrite=overwrite, progress=progress or Silent())

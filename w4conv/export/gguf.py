@@ -12,8 +12,9 @@ A group of 32 or more becomes blocks of 32 with its scale repeated, so nothing i
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -31,13 +32,13 @@ from w4conv.export.gguf_values import Value, string
 from w4conv.export.huggingface import checked_blocks
 from w4conv.export.model import CodedRows, ExportModel
 from w4conv.export.packed import offsets, spread
-from w4conv.export.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
+from w4conv.export.plan import FLOAT_WORDS, Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.progress import Progress
 from w4conv.sources.gguf import stored_rows
 from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES, Architecture
 from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS
-from w4conv.sources.packed.mxfp4 import BIAS
+from w4conv.sources.packed.mxfp4 import BIAS, SIGN
 
 Array = npt.NDArray[np.generic]
 
@@ -105,6 +106,8 @@ def _joined(outputs: Sequence[Output]) -> Iterator[Array]:
 def _export(
     model: ExportModel, options: Options, architecture: Architecture, tensor: TensorSpec, info: TensorInfo
 ) -> Exported:
+    if parts := architecture.joined.get(tensor.name.removeprefix(f"model.layers.{tensor.layer}.")):
+        return _export_parts(model, options, [f"blk.{tensor.layer}.{part}" for part in parts], architecture, info)
     name = _name(architecture, tensor)
     n_heads = {"q_proj": model.spec.n_heads, "k_proj": model.spec.n_kv_heads}.get(tensor.part.removesuffix(".bias"), 0)
     order = None
@@ -118,11 +121,45 @@ def _export(
     if tensor.role == "router":  # and routers
         return FloatWriter(model, "f32").export(info, name=name)
     if (kind := _block_type(model, info)) is None:
-        dtype = info.scheme.kind if info.scheme.is_float else options.dtype or "f32"
-        return FloatWriter(model, dtype).export(info, name=name, order=order)
+        return FloatWriter(model, _float_kind(info, options)).export(info, name=name, order=order)
     nbytes = info.n_values // BLOCK * BLOCK_NBYTES[kind]
     output = Output(name, kind, info.shape, nbytes, lambda: _blocks(model, info, kind, order))
     return Exported(info, kind, (output,))
+
+
+def _float_kind(info: TensorInfo, options: Options) -> str:
+    return info.scheme.kind if info.scheme.is_float else options.dtype or "f32"
+
+
+def _export_parts(
+    model: ExportModel, options: Options, names: list[str], architecture: Architecture, info: TensorInfo
+) -> Exported:
+    """What has a name of its own, such as the matrices or the biases of all experts: as one tensor, or each half of the
+    rows as one."""
+    # llama.cpp wants vectors as F32.
+    kind = "F32" if len(info.shape) < 3 else _block_type(model, info) or FLOAT_WORDS[_float_kind(info, options)]
+    writer = None if kind in BLOCK_NBYTES else FloatWriter(model, kind.lower())
+    rounding = None if writer is None else writer.rounding(info)
+    axis = min(len(info.shape) - 1, 1)
+    n_rows = info.shape[axis] // len(names)
+    outputs = []
+    for i, name in enumerate(names):
+        order = np.arange(n_rows) * len(names) + i if architecture.alternating else np.arange(n_rows) + i * n_rows
+        shape = (*info.shape[:axis], n_rows, *info.shape[axis + 1 :])
+        n = math.prod(shape)
+        blocks: Callable[[], Iterator[Array]]
+        if writer is None:
+            nbytes, blocks = n // BLOCK * BLOCK_NBYTES[kind], partial(_stack_blocks, model, info, kind, order)
+        else:
+            nbytes, blocks = n * writer.itemsize, partial(writer.stack_blocks, info, order, rounding)
+        outputs.append(Output(name, kind, shape, nbytes, blocks))
+    return Exported(info, kind, tuple(outputs), rounding)
+
+
+def _stack_blocks(
+    model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[np.int64]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    return (_encode(model.whole(info, i), kind, info)[order] for i in range(info.shape[0]))
 
 
 def _name(architecture: Architecture, tensor: TensorSpec) -> str:
@@ -158,13 +195,14 @@ def _stacked(outputs: list[Output]) -> list[Output]:
 def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
     """The type that holds the values of a matrix exactly, or None."""
     scheme = info.scheme
-    if scheme.scale_dtype != "f16" or info.shape[1] % BLOCK:
+    if scheme.scale_dtype != "f16" or info.shape[-1] % BLOCK:
         return None
     if scheme.kind in ("int4", "int8"):
         return {"int4": "Q4_0", "int8": "Q8_0"}[scheme.kind]
-    if scheme.kind in ("int4z", "int4o") and offsets(model.scales(info), info) is not None:
+    scales = (model.scales(info, matrix=i) for i in range(math.prod(info.shape[:-2])))
+    if scheme.kind in ("int4z", "int4o") and all(offsets(s, info) is not None for s in scales):
         return "Q4_1"
-    if scheme.kind == "e2m1" and exponents(model.scales(info).scales) is not None:
+    if scheme.kind == "e2m1" and all(exponents(s.scales) is not None for s in scales):
         return "MXFP4"
     return None
 
@@ -203,7 +241,7 @@ def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint
         powers = exponents(scales)
         assert powers is not None  # found before
         parts.append(spread(powers, info, BLOCK)[..., None].astype(np.uint8))
-        codes = codes * (spread(scales, info, BLOCK) != 0)[..., None]  # without a scale, there are only zeros
+        codes = np.where(spread(scales, info, BLOCK)[..., None] != 0, codes, codes & SIGN)  # else zeros, of either sign
     nibbles: npt.NDArray[np.uint8] = np.bitwise_or(codes[..., :16], codes[..., 16:] << 4, dtype=np.uint8)
     parts.append(codes if kind == "Q8_0" else nibbles)
     return np.concatenate(parts, axis=2).reshape(n_rows, -1)

@@ -14,7 +14,7 @@ from w4conv.models.spec import ModelSpec
 from w4conv.sources.gguf_architectures import Architecture
 from w4conv.sources.gguf_config import GEMMA_27B_LAYERS
 
-WINDOWED: Final = ("gemma2", "gemma3")  # whose windows llama.cpp applies
+WINDOWED: Final = ("gemma2", "gemma3", "gpt-oss")  # whose windows llama.cpp applies
 
 
 def metadata(model: ExportModel, architecture: Architecture, file_type: int) -> tuple[dict[str, Value], list[str]]:
@@ -52,6 +52,11 @@ def metadata(model: ExportModel, architecture: Architecture, file_type: int) -> 
                 f"the model attends to the last {windows[0]:,} tokens only; llama.cpp has no such window for "
                 f"{spec.architecture}, so longer texts give other results there"
             )
+    if spec.rope.scaling == "yarn" and not spec.rope.truncate:
+        notes.append(
+            "The yarn scaling of this model begins and ends between frequencies; llama.cpp rounds to whole ones, as it "
+            "does for every gpt-oss file, so results differ slightly."
+        )
     keys |= {f"{name}.{key}": value for key, value in numbers.items()}
     tokenizer, more = tokenizer_keys(model)
     return keys | tokenizer, notes + more
@@ -63,7 +68,7 @@ def _rope(model: ExportModel) -> dict[str, Value]:
         case "linear":
             return {"rope.scaling.type": text("linear"), "rope.scaling.factor": f32(rope.factor)}
         case "yarn":
-            plain = (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
+            plain = (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, model.spec.family != "gpt_oss")
             if not plain or abs(rope.magnitude - yarn_magnitude(rope.factor)) > 1e-6:
                 raise _refused(model, "a yarn scaling with settings of its own")
             return {
@@ -99,7 +104,7 @@ def _factors(spec: ModelSpec, name: str) -> dict[str, Value]:
         out["attn_logit_softcapping"] = f32(spec.attention_softcap)
     if spec.final_softcap:
         out["final_logit_softcapping"] = f32(spec.final_softcap)
-    if name == "granite":
+    if name in ("granite", "granitemoe"):
         out |= {
             "attention.scale": f32(spec.attention_scale),
             "embedding_scale": f32(spec.embedding_scale),
@@ -122,6 +127,10 @@ def _check(model: ExportModel, name: str) -> None:
             raise _refused(model, f"windows on other layers than those of {spec.architecture} as it was published")
         if spec.local_rope is not None and (spec.local_rope.theta, spec.local_rope.scaling) != (1e4, "default"):
             raise _refused(model, "another rotary embedding of the windowed layers")
+    if name == "gpt-oss":
+        window = max(spec.sliding_windows, default=0)
+        if not window or spec.sliding_windows != tuple(0 if i % 2 else window for i in range(spec.n_layers)):
+            raise _refused(model, "windows on other layers than every other one")
     if name == "smollm3" and spec.no_rope != tuple(range(3, spec.n_layers, 4)):
         raise _refused(model, "rotary embeddings missing in other layers than every fourth")
     if spec.experts is not None and not spec.experts.renormalized:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import tokenizers
+
 from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
@@ -19,6 +21,8 @@ from w4conv.sources.gguf_cuts import CUTS, flat, name_of
 from w4conv.sources.vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
 Json = Mapping[str, Any]
+
+MARKS = r"\p{M}"
 
 
 def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
@@ -42,6 +46,11 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
         keys = {"tokenizer.ggml.model": text("gpt2"), "tokenizer.ggml.pre": text(pre)}
         keys |= _lists(tokens, types)
         keys["tokenizer.ggml.merges"] = texts(merges)
+        if any(MARKS in step for step in CUTS[pre].steps):
+            notes.append(
+                "llama.cpp cuts words at combining marks (of Hindi, Thai, Khmer), which this tokenizer does not: such "
+                "text may become other tokens there, as it does with every file of this kind."
+            )
         if document.get("normalizer"):
             notes.append(
                 "The tokenizer brings text into Unicode form NFC first; llama.cpp expects it to be so already."
@@ -79,12 +88,25 @@ def _lists(tokens: list[str], types: list[int]) -> dict[str, Value]:
 def _cut(document: Json, where: str) -> str:
     """The name by which llama.cpp knows how this tokenizer cuts a text."""
     name = name_of(document)
+    if name is None and document["model"].get("ignore_merges") and _merges_reach_every_token(document):
+        name = name_of({**document, "model": {**document["model"], "ignore_merges": False}})
     if name is None:
         raise InputError(
             f"{where}: how it cuts a text is not among the ways that can be told to llama.cpp "
             f"({', '.join(CUTS)}), so its tokens would differ there. Export to another format"
         )
     return name
+
+
+def _merges_reach_every_token(document: Json) -> bool:
+    """Whether merges make of every token that token, so that to take whole words as they are changes nothing."""
+    bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {**document["model"], "ignore_merges": False}
+    merging = tokenizers.Tokenizer.from_str(json.dumps({**document, **bare, "model": model, "added_tokens": []}))
+    added = {token["content"] for token in document.get("added_tokens") or ()}  # found in a text before it is cut
+    tokens = [token for token in model["vocab"] if token not in added]
+    encoded = merging.encode_batch_fast(tokens, add_special_tokens=False)
+    return all(e.ids == [model["vocab"][token]] for token, e in zip(tokens, encoded, strict=True))
 
 
 def _is_pieces(document: Json) -> bool:

@@ -57,11 +57,6 @@ class ExportModel:
             if info is None or info.shape != tensor.shape:
                 found = "is missing" if info is None else f"has shape {info.shape}"
                 raise InputError(f"{container.path}: {tensor.name} {found}; config.json asks for {tensor.shape}")
-            if len(info.shape) > 2:
-                raise InputError(
-                    f"{container.path}: {tensor.name} holds the matrices of all experts in one tensor, for which no "
-                    f"export is written yet. {self.spec.architecture} cannot be exported"
-                )
             self.tensors.append((tensor, info))
         if unknown := container.tensors.keys() - {tensor.name for tensor, _ in self.tensors}:
             raise InputError(f"{container.path}: {min(unknown)} is no tensor of {self.spec.architecture}")
@@ -70,21 +65,26 @@ class ExportModel:
     def blobs(self) -> Mapping[str, bytes]:
         return self.container.blobs
 
-    def coded(self, info: TensorInfo, rows: slice) -> CodedRows:
-        """Some rows of a quantized matrix; `rows` starts on a tile."""
-        n_tiles = codes.n_tiles(rows.stop) - rows.start // TILE_ROWS
-        dwords = self._tiles(info, "codes", rows).reshape(-1).view("<u4").reshape(1, n_tiles, -1, TILE_ROWS)
-        unpacked = codes.unpack(info.scheme, dwords, rows.stop - rows.start, info.shape[1])[0]
-        return CodedRows(unpacked, self.scales(info, rows))
+    @property
+    def stacks(self) -> list[str]:
+        """Names of tensors that hold the matrices of all experts of a layer."""
+        return [info.name for _, info in self.tensors if len(info.shape) > 2]
 
-    def scales(self, info: TensorInfo, rows: slice | None = None) -> Scales:
+    def coded(self, info: TensorInfo, rows: slice, matrix: int = 0) -> CodedRows:
+        """Some rows of a quantized matrix, or of one of a stack; `rows` starts on a tile."""
+        n_tiles = codes.n_tiles(rows.stop) - rows.start // TILE_ROWS
+        dwords = self._tiles(info, "codes", rows, matrix).reshape(-1).view("<u4").reshape(1, n_tiles, -1, TILE_ROWS)
+        unpacked = codes.unpack(info.scheme, dwords, rows.stop - rows.start, info.shape[-1])[0]
+        return CodedRows(unpacked, self.scales(info, rows, matrix))
+
+    def scales(self, info: TensorInfo, rows: slice | None = None, matrix: int = 0) -> Scales:
         """The scales of a quantized matrix, or of some rows that start on a tile; its codes are not read."""
-        taken = rows or slice(0, info.shape[0])
+        taken = rows or slice(0, info.shape[-2])
         scheme = info.scheme
 
         def per_row(kind: str, dtype: np.dtype[Any]) -> Array:
-            raw = self._tiles(info, kind, taken)
-            tiled: Array = raw.reshape(-1).view(dtype).reshape(1, len(raw), scheme.n_groups(info.shape[1]), TILE_ROWS)
+            raw = self._tiles(info, kind, taken, matrix)
+            tiled: Array = raw.reshape(-1).view(dtype).reshape(1, len(raw), scheme.n_groups(info.shape[-1]), TILE_ROWS)
             unpacked: Array = codes.unpack_rows(tiled, taken.stop - taken.start)[0]
             return unpacked
 
@@ -95,20 +95,23 @@ class ExportModel:
             zero_points = per_row("zero_points", np.dtype("u1")).astype(np.uint8, copy=False)
         return Scales(scales, zero_points, per_row("offsets", dtype) if scheme.kind == "int4o" else None)
 
-    def _tiles(self, info: TensorInfo, kind: str, rows: slice) -> npt.NDArray[np.uint8]:
+    def _tiles(self, info: TensorInfo, kind: str, rows: slice, matrix: int) -> npt.NDArray[np.uint8]:
         """(n_tiles, bytes of a tile) of a part: a part is an array over tiles, so a run of tiles is a run of bytes."""
-        raw = self.container.part(info.name, kind).reshape(codes.n_tiles(info.shape[0]), -1)
+        n_matrices, n_rows, _ = codes.matrix_shape(info.shape)
+        raw = self.container.part(info.name, kind).reshape(n_matrices, codes.n_tiles(n_rows), -1)[matrix]
         return np.ascontiguousarray(raw[rows.start // TILE_ROWS : codes.n_tiles(rows.stop)], np.uint8)
 
-    def whole(self, info: TensorInfo) -> CodedRows:
-        return self.coded(info, slice(0, info.shape[0]))
+    def whole(self, info: TensorInfo, matrix: int = 0) -> CodedRows:
+        return self.coded(info, slice(0, info.shape[-2]), matrix)
 
     def coded_blocks(self, info: TensorInfo) -> Iterator[CodedRows]:
         return (self.coded(info, rows) for rows in row_blocks(info))
 
 
 def row_blocks(info: TensorInfo) -> Iterator[slice]:
-    """Slices of the rows of a matrix: whole tiles of bounded size."""
+    """Slices of the rows of a matrix, whole tiles of bounded size; of a stack, its matrices one by one."""
+    if len(info.shape) > 2:
+        return (slice(i, i + 1) for i in range(info.shape[0]))
     n_rows, n_columns = info.shape
     step = max(BLOCK_VALUES // max(n_columns, 1) // TILE_ROWS, 1) * TILE_ROWS
     return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))

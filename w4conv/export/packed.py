@@ -69,7 +69,7 @@ def common_group(coded: Sequence[Coded]) -> int:
 
 def spread(per_group: Array, info: TensorInfo, group_size: int) -> Array:
     """(n_rows, n_groups) of the container -> (n_rows, n_columns / group_size), each scale repeated as needed."""
-    n_columns = info.shape[1]
+    n_columns = info.shape[-1]
     if group_size == 0:
         return per_group
     repeats = (info.scheme.group_size or n_columns) // group_size

@@ -116,16 +116,35 @@ class FloatWriter:
         name: str | None = None,
         order: npt.NDArray[np.int64] | None = None,
         offset: float = 0.0,
+        transposed: bool = False,
     ) -> Exported:
         """The whole tensor dequantized. order: rows of the container in the order of the output, or None. offset: added
-        to a vector's values."""
-        rounding = None if self.dtype in ("f32", info.scheme.kind) and not offset else Rounding()
+        to a vector's values. transposed: each matrix of a stack, inputs first."""
+        rounding = Rounding() if offset else self.rounding(info)
         word = FLOAT_WORDS[self.dtype]
         nbytes = info.n_values * self.itemsize
-        output = Output(
-            name or info.name, word, info.shape, nbytes, lambda: self._blocks(info, order, offset, rounding)
-        )
+        shape = (*info.shape[:-2], info.shape[-1], info.shape[-2]) if transposed else info.shape
+
+        def blocks() -> Iterator[Array]:
+            made = self._blocks(info, order, offset, rounding)
+            return (np.swapaxes(block, -2, -1) for block in made) if transposed else made
+
+        output = Output(name or info.name, word, shape, nbytes, blocks)
         return Exported(info, word, (output,), rounding)
+
+    def rounding(self, info: TensorInfo) -> Rounding | None:
+        """Where to note what rounding a tensor's values will do; None where nothing is rounded."""
+        return None if self.dtype in ("f32", info.scheme.kind) else Rounding()
+
+    def stack_blocks(
+        self, info: TensorInfo, order: npt.NDArray[np.int64], rounding: Rounding | None
+    ) -> Iterator[Array]:
+        """Some rows of each matrix of a stack, of each row of a matrix some values, or of a vector."""
+        if len(info.shape) < 2:
+            yield self._rounded(info, self.model.container.dequantize(info.name)[order], rounding)
+            return
+        for rows in row_blocks(info):
+            yield self._rounded(info, self.model.container.dequantize(info.name, rows)[:, order], rounding)
 
     def _blocks(
         self, info: TensorInfo, order: npt.NDArray[np.int64] | None, offset: float, rounding: Rounding | None

@@ -5,9 +5,12 @@ from __future__ import annotations
 from w4conv.export.huggingface import HuggingFacePlan
 from w4conv.export.model import ExportModel
 from w4conv.export.plan import FloatWriter, Options, Plan
+from w4conv.sources.huggingface import TRANSPOSED
 
 
 def plan(model: ExportModel, options: Options) -> Plan:
     dtype = options.dtype or "f32"
     writer = FloatWriter(model, dtype)
-    return HuggingFacePlan(model, options, [writer.export(info) for _, info in model.tensors], dtype=dtype)
+    transposed = TRANSPOSED.get(str(model.config.get("model_type")), ())
+    tensors = [writer.export(info, transposed=info.name.endswith(transposed)) for _, info in model.tensors]
+    return HuggingFacePlan(model, options, tensors, dtype=dtype)

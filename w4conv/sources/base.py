@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,27 @@ class CodedRows:
             self.scales[i, rows],
             None if zeros is None else zeros[i, rows],
             None if offsets is None else offsets[i, rows],
+        )
+
+    def stacked(self, n_rows: int) -> CodedRows:
+        """A matrix as a stack of matrices of so many rows."""
+
+        def cut(a: Any) -> Any:
+            return None if a is None else a.reshape(-1, n_rows, a.shape[1])
+
+        return CodedRows(cut(self.codes), cut(self.scales), cut(self.zero_points), cut(self.offsets))
+
+    def joined(self, other: CodedRows, join: Callable[[Any, Any], Any]) -> CodedRows:
+        """Each array joined with that of the other."""
+
+        def both(a: Any, b: Any) -> Any:
+            return None if a is None else join(a, b)
+
+        return CodedRows(
+            both(self.codes, other.codes),
+            both(self.scales, other.scales),
+            both(self.zero_points, other.zero_points),
+            both(self.offsets, other.offsets),
         )
 
     def parts(self, scheme: QuantScheme) -> dict[str, npt.NDArray[np.generic]]:

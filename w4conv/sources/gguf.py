@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
+from w4conv.scheme import QuantScheme
 from w4conv.sources._files import VALUE_DTYPES, MappedFile, row_range, values
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 from w4conv.sources.gguf_architectures import ARCHITECTURES, TOP_NAMES, Architecture
@@ -37,13 +39,28 @@ MAX_SPLITS: Final = 1000
 class _Place:
     """Where a tensor lies. n_heads: heads whose rows are stored interleaved, 0 where the rows are in order.
 
-    offset: what the file's values have over the checkpoint's.
+    offset: what the file's values have over the checkpoint's. second: where the other half of the rows lies, of each
+    matrix of a stack; alternating: the halves' rows take turns.
     """
 
     file: MappedFile
     tensor: GgufTensor
     n_heads: int
     offset: float = 0.0
+    second: _Place | None = None
+    alternating: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        n_matrices, *rest = self.tensor.shape
+        return self.tensor.shape if self.second is None else (n_matrices, 2 * rest[0], *rest[1:])
+
+    def whole(self, first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """(n_matrices, n_rows / 2, ...) of both halves -> (n_matrices, n_rows, ...)."""
+        if not self.alternating:
+            return np.concatenate([first, second], axis=1)
+        return np.stack([first, second], axis=2).reshape(first.shape[0], -1, *first.shape[2:])
 
 
 class GgufSource(Source):
@@ -69,6 +86,10 @@ class GgufSource(Source):
 
     def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.generic]:
         place = self._places[name]
+        found = self._read(place, rows)
+        return found if place.second is None else place.whole(found, self._read(place.second, rows))
+
+    def _read(self, place: _Place, rows: slice | None) -> npt.NDArray[np.generic]:
         tensor = place.tensor
         start, stop = row_range(rows, tensor.shape)
         shape = (stop - start, *tensor.shape[1:])
@@ -99,18 +120,36 @@ class GgufSource(Source):
         place, coding = self._places[name], self.tensors[name].coding
         if coding is None:
             raise ValueError(f"{name} has no coding")
-        start, stop = row_range(rows, place.tensor.shape)
-        raw = self._raw(place, start, stop).reshape(stop - start, -1)
-        return coded(raw, place.tensor.type_name, coding, f"{place.file.path}: {place.tensor.name}")
+        first = self._read_coded(place, rows, coding)
+        if place.second is None:
+            return first
+        return first.joined(self._read_coded(place.second, rows, coding), place.whole)
+
+    def _read_coded(self, place: _Place, rows: slice, coding: QuantScheme) -> CodedRows:
+        shape = place.tensor.shape
+        start, stop = row_range(rows, shape)
+        raw = self._raw(place, start, stop).reshape((stop - start) * math.prod(shape[1:-1]), -1)
+        found = coded(raw, place.tensor.type_name, coding, f"{place.file.path}: {place.tensor.name}")
+        return found if len(shape) == 2 else found.stacked(shape[1])
 
     def _source_tensor(self, name: str, place: _Place) -> SourceTensor:
         tensor = place.tensor
         dtype = tensor.type_name if tensor.type_name in VALUE_DTYPES else "F32"
-        coding = None
-        if len(tensor.shape) == 2 and tensor.nbytes:
-            n_rows = tensor.shape[0]
-            coding = coding_of(tensor.type_name, n_rows, tensor.nbytes // n_rows, lambda a, b: self._raw(place, a, b))
-        return SourceTensor(name, tensor.shape, dtype, tensor.type_name, coding)
+        codings = {self._coding(half) for half in (place, place.second) if half is not None}
+        return SourceTensor(name, place.shape, dtype, tensor.type_name, codings.pop() if len(codings) == 1 else None)
+
+    @staticmethod
+    def _coding(place: _Place) -> QuantScheme | None:
+        tensor = place.tensor
+        if len(tensor.shape) < 2 or not tensor.nbytes:
+            return None
+        n_rows = math.prod(tensor.shape[:-1])
+        row_nbytes = tensor.nbytes // n_rows
+
+        def read(start: int, stop: int) -> npt.NDArray[np.uint8]:  # in whatever order
+            return place.file.view(tensor.offset + start * row_nbytes, (stop - start) * row_nbytes)
+
+        return coding_of(tensor.type_name, n_rows, row_nbytes, read)
 
     def close(self) -> None:
         for place in self._places.values():
@@ -234,11 +273,15 @@ def _named(
         heads["attn_q"] = header.integer(f"{prefix}head_count")
         heads["attn_k"] = header.integer(f"{prefix}head_count_kv", heads["attn_q"])
     out: dict[str, _Place] = {}
+    joined = {part: own for own, parts in architecture.joined.items() for part in parts}
     for name, (file, tensor) in stored.items():
         match = BLOCK.fullmatch(name)
+        own = joined.get(f"{match[2]}.{match[3]}") if match else None
         module = architecture.blocks.get(match[2]) if match else None
         n_heads = heads.get(match[2], 0) if match else 0
-        if match and module:
+        if match and own:
+            new = f"model.layers.{match[1]}.{own}"
+        elif match and module:
             new = f"model.layers.{match[1]}.{module}.{match[3]}"
         elif name in TOP_NAMES:
             new = TOP_NAMES[name]
@@ -250,13 +293,35 @@ def _named(
             raise InputError(f"{file.path}: {name}: its type {tensor.type_name} cannot be dequantized")
         if n_heads and (n_heads < 0 or tensor.shape[0] % (2 * n_heads)):
             raise InputError(f"{file.path}: {name}: {tensor.shape[0]} rows are not {n_heads} heads of an even size")
-        if "{}" in new:
+        if match and own:
+            parts = [f"blk.{match[1]}.{part}" for part in architecture.joined[own]]
+            if name == parts[0]:
+                out[new] = _joined_place(header, stored, parts, alternating=architecture.alternating)
+        elif "{}" in new:
             out |= {new.format(i): _Place(file, one, 0) for i, one in enumerate(_experts(file, tensor))}
         else:
             out[new] = _Place(file, tensor, n_heads, architecture.norm_offset if "norm" in name else 0.0)
     if "model.embed_tokens.weight" not in out:
         raise InputError(f"{header.path}: token_embd.weight is missing")
     return out
+
+
+def _joined_place(
+    header: GgufHeader, stored: Mapping[str, tuple[MappedFile, GgufTensor]], parts: list[str], *, alternating: bool
+) -> _Place:
+    """A tensor of the checkpoint out of one of the file, or of two."""
+    first, *rest = parts
+    file, tensor = stored[first]
+    if not rest:
+        return _Place(file, tensor, 0)
+    other = stored.get(rest[0])
+    if other is None or (other[1].shape, other[1].type_name) != (tensor.shape, tensor.type_name):
+        state = "is missing" if other is None else f"is {other[1].type_name} of shape {other[1].shape}"
+        raise InputError(
+            f"{header.path}: {rest[0]} {state}, but {first} is {tensor.type_name} of shape {tensor.shape}; they have "
+            "to be alike"
+        )
+    return _Place(file, tensor, 0, second=_Place(*other, 0), alternating=alternating)
 
 
 def _experts(file: MappedFile, tensor: GgufTensor) -> list[GgufTensor]:

@@ -38,6 +38,19 @@ _MIXTRAL: Final = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_GPT_OSS: Final = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+_GPT_OSS_JOINED: Final = {
+    "self_attn.sinks": ("attn_sinks.weight",),
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+}
+_GRANITE_MOE: Final = {"ffn_gate_inp": "block_sparse_moe.router.layer"}
+_GRANITE_MOE_JOINED: Final = {
+    "block_sparse_moe.input_linear.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "block_sparse_moe.output_linear.weight": ("ffn_down_exps.weight",),
+}
 _QWEN3_MOE: Final = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -52,6 +65,8 @@ class Architecture:
 
     interleaved: the rows of q and k are stored pair after pair. norm_offset: what the file's norms have over the
     checkpoint's. blocks: GGUF name in a layer -> module; "{}" stands for an expert, and the file has one tensor of all.
+    joined: of the checkpoint's tensors that have names of their own, name in a layer -> those in a layer of the file
+    that hold its rows, of two each a half. alternating: the halves' rows take turns.
     """
 
     name: str
@@ -61,6 +76,8 @@ class Architecture:
     interleaved: bool = False
     norm_offset: float = 0.0
     blocks: Mapping[str, str] = field(default_factory=lambda: _BLOCKS)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    alternating: bool = False
 
 
 def _without(blocks: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -96,6 +113,15 @@ ARCHITECTURES: Final = {
             blocks=_without(_BLOCKS, "attn_norm", "ffn_norm") | _NORMS_AFTER | _QK_NORMS,
         ),
         Architecture("granite", "GraniteForCausalLM", "granite", ("granite",), True),
+        Architecture(
+            "granitemoe", "GraniteMoeForCausalLM", "granitemoe", ("granitemoe",), True,
+            blocks=_without(_BLOCKS, "ffn_gate", "ffn_up", "ffn_down") | _GRANITE_MOE, joined=_GRANITE_MOE_JOINED,
+        ),
+        Architecture(
+            "gpt-oss", "GptOssForCausalLM", "gpt_oss", ("gpt_oss",),
+            blocks=_without(_BLOCKS, "ffn_norm", "ffn_gate", "ffn_up", "ffn_down") | _GPT_OSS, joined=_GPT_OSS_JOINED,
+            alternating=True,
+        ),
     )
 }  # fmt: skip
 BY_FAMILY: Final = {family: a for a in ARCHITECTURES.values() for family in a.families}

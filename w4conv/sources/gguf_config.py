@@ -80,7 +80,7 @@ def rebuild_config(
     if rotary != head_dim:
         config["partial_rotary_factor"] = _shortest(rotary / head_dim)
     config |= _settings(header, architecture.name, config)
-    if architecture.name in ("llama", "qwen3", "qwen3moe", "smollm3", "olmo2", "granite", "gemma2", "gemma3"):
+    if architecture.name not in ("qwen2", "phi3"):
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in biases
     if architecture.name in ("llama", "smollm3", "granite"):
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in biases
@@ -104,6 +104,10 @@ def _settings(header: GgufHeader, name: str, config: Mapping[str, object]) -> di
             return _gemma(header, arch, config)
         case "granite":
             return _granite(header, arch)
+        case "granitemoe":
+            return _granite(header, arch) | _local_experts(header, arch)
+        case "gpt-oss":
+            return _gpt_oss(header, arch, config)
         case _:
             return {}
 
@@ -111,17 +115,31 @@ def _settings(header: GgufHeader, name: str, config: Mapping[str, object]) -> di
 def _llama(header: GgufHeader, arch: str) -> dict[str, object]:
     """Llama, Mistral where there is a window, or Mixtral where there are experts."""
     window = header.integer(f"{arch}attention.sliding_window", 0)
-    if n_experts := header.integer(f"{arch}expert_count", 0):
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": n_experts,
-            "num_experts_per_tok": header.integer(f"{arch}expert_used_count"),
-            "sliding_window": window or None,
-        }
+    if header.integer(f"{arch}expert_count", 0):
+        names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": window or None}
+        return names | _local_experts(header, arch)
     if window:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return {}
+
+
+def _local_experts(header: GgufHeader, arch: str) -> dict[str, object]:
+    return {
+        "num_local_experts": header.integer(f"{arch}expert_count"),
+        "num_experts_per_tok": header.integer(f"{arch}expert_used_count"),
+    }
+
+
+def _gpt_oss(header: GgufHeader, arch: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Of the yarn scaling the file does not tell that the model does not round where it begins and ends."""
+    scaling = config["rope_scaling"]
+    assert scaling is None or isinstance(scaling, dict)
+    plain = {"rope_type": "default"}  # without any, it would be the model's own
+    return _local_experts(header, arch) | {
+        "intermediate_size": header.integer(f"{arch}expert_feed_forward_length"),
+        "sliding_window": header.integer(f"{arch}attention.sliding_window", 0) or None,
+        "rope_scaling": plain if scaling is None else scaling | {"truncate": False},
+    }
 
 
 def _qwen3_moe(header: GgufHeader, arch: str) -> dict[str, object]:

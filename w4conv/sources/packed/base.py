@@ -217,17 +217,7 @@ def stacked(tensor: PackedTensor, n: int) -> PackedTensor:
 
     def coded(matrices: slice) -> CodedRows:
         assert tensor.coded is not None
-        found = tensor.coded(rows_of(matrices))
-
-        def cut(a: Array) -> Array:
-            return a.reshape(-1, n_rows, a.shape[1])
-
-        return CodedRows(
-            cut(found.codes),
-            cut(found.scales),
-            None if found.zero_points is None else cut(found.zero_points).astype(np.uint8),
-            None if found.offsets is None else cut(found.offsets),
-        )
+        return tensor.coded(rows_of(matrices)).stacked(n_rows)
 
     shape = (n, n_rows, n_columns)
     return PackedTensor(shape, tensor.stored_as, tensor.coding, tensor.coded and coded, values, tensor.nbytes)
