@@ -42,15 +42,22 @@ class MatrixParts:
     ) -> None: ...
 
 def dequantize(pool: Pool, parts: MatrixParts, out: npt.NDArray[np.float32]) -> None: ...
-def distortion_sums(
+def compare(
     pool: Pool,
     x: npt.NDArray[np.float32],
     y: npt.NDArray[np.float32],
     group_size: int,
-    signal: npt.NDArray[np.float64],
-    noise: npt.NDArray[np.float64],
-    cross: npt.NDArray[np.float64],
-) -> float: ...
+    sums: npt.NDArray[np.float64],
+) -> tuple[float, bool]: ...
+def compare_with_source(
+    pool: Pool,
+    values: npt.NDArray[np.uint8],
+    dtype: str,
+    parts: MatrixParts,
+    remake: bool,
+    group_size: int,
+    sums: npt.NDArray[np.float64],
+) -> tuple[float, bool, bool]: ...
 def matmul(
     pool: Pool,
     parts: MatrixParts,

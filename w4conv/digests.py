@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,11 +50,17 @@ class FileDigests:
 
     def _hash(self, path: Path) -> bytes:
         state = blake3()
-        buffer = bytearray(_BLOCK_NBYTES)
         try:
             with path.open("rb", buffering=0) as file:
-                while (n := file.readinto(buffer)) and not self._stop.is_set():
-                    state.update(memoryview(buffer)[:n])
+                if os.fstat(file.fileno()).st_size == 0:  # cannot be mapped
+                    return state.digest()
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                    mapped.madvise(mmap.MADV_SEQUENTIAL)
+                    for start in range(0, len(view), _BLOCK_NBYTES):
+                        if self._stop.is_set():
+                            break
+                        with view[start : start + _BLOCK_NBYTES] as block:
+                            state.update(block)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror or error}") from error
         return state.digest()

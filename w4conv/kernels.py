@@ -144,23 +144,48 @@ def dequantize(
     return out
 
 
-class DistortionSums(NamedTuple):
-    """Of each row and group, float64 (n_rows, n_groups), with e = y - x: sums of x * x, e * e, x * e. largest: |e|."""
+class Difference(NamedTuple):
+    """Of y from x, with e = y - x. sums: float64 (3, n_rows, n_groups), of each row and group x * x, e * e, x * e.
 
-    signal: npt.NDArray[np.float64]
-    noise: npt.NDArray[np.float64]
-    cross: npt.NDArray[np.float64]
+    largest: |e|, NaN where there is one. equal: every x == y. remade: whether round-to-nearest, or packing, makes the
+    very bytes of the values; False where that was not asked.
+    """
+
+    sums: npt.NDArray[np.float64]
     largest: float
+    equal: bool
+    remade: bool = False
 
 
-def distortion_sums(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> DistortionSums:
-    """x, y: (n_rows, n_columns), with one column or more. The order of the sums is fixed: dequantize.h."""
-    n_groups = -(-x.shape[1] // group_size)
-    signal, noise, cross = (np.empty((len(x), n_groups)) for _ in range(3))
-    pool = _pool(threads or default_threads())
+def compare(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> Difference:
+    """x, y: (n_rows, n_columns), with one column or more. The order of the sums is fixed: w4conv/kernels.h."""
+    sums = np.empty((3, len(x), -(-x.shape[1] // group_size)))
     x, y = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(y, np.float32)
-    largest = _native.distortion_sums(pool, x, y, group_size, signal, noise, cross)
-    return DistortionSums(signal, noise, cross, largest)
+    return Difference(sums, *_native.compare(_pool(threads or default_threads()), x, y, group_size, sums))
+
+
+def compare_with_source(
+    values: Array,
+    dtype: str,
+    scheme: QuantScheme,
+    parts: Mapping[str, Array],
+    group_size: int,
+    *,
+    remake: bool,
+    threads: int | None = None,
+) -> Difference:
+    """A coded matrix, y, and the values that it was made of, x (n_rows, n_columns), as `quantize_rtn` takes them.
+
+    The same as `compare` with `dequantize`, and as `quantize_rtn` or `pack_float` for `remade`, in one pass over
+    memory. remake: only for schemes that these make.
+    """
+    n_rows, n_columns = values.shape
+    sums = np.empty((3, n_rows, -(-n_columns // group_size)))
+    found = _native.compare_with_source(
+        _pool(threads or default_threads()), as_bytes(values), dtype,
+        matrix_parts(scheme, (n_rows, n_columns), parts), remake, group_size, sums,
+    )  # fmt: skip
+    return Difference(sums, *found)
 
 
 def read(data: npt.NDArray[np.uint8], *, threads: int) -> int:

@@ -104,6 +104,7 @@ auto* part_of(const Array& bytes, int64_t n, const char* what) {
 }
 constexpr const char* kWrongCodes = "codes: wrong number of bytes";
 constexpr const char* kWrongScales = "scales: wrong number of bytes";
+constexpr const char* kWrongValues = "values: wrong number of bytes";
 constexpr const char* kWrongPoints = "zero_points: wrong number of bytes";
 constexpr const char* kWrongOffsets = "offsets: wrong number of bytes";
 
@@ -151,8 +152,7 @@ std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Byt
   auto* const scale_bits = part_of<uint16_t>(scales, n_scales, kWrongScales);
   auto* const points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
   const Dtype d = dtype_of(dtype);
-  require(values.size() == static_cast<size_t>(n_rows) * static_cast<size_t>(n_columns * dtype_nbytes(d)),
-          "values: wrong number of bytes");
+  require(values.size() == static_cast<size_t>(n_rows) * static_cast<size_t>(n_columns * dtype_nbytes(d)), kWrongValues);
   const Kernels& k = kernels();
   BlockStatus s;
   {
@@ -188,22 +188,46 @@ void bound_dequantize(Pool& pool, const MatrixParts& parts, const MutableFloatRo
   const Matrix w = parts.matrix();
   require(static_cast<int64_t>(out.shape(0)) == w.n_rows && static_cast<int64_t>(out.shape(1)) == w.n_columns,
           "out: wrong shape");
+  const Kernels& k = kernels();
   const nb::gil_scoped_release release;
-  dequantize(pool, w, out.data());
+  dequantize(k, pool, w, out.data());
 }
 
-double bound_distortion(Pool& pool, const FloatRows& x, const FloatRows& y, int64_t group_size,
-                        const MutableDoubleRows& signal, const MutableDoubleRows& noise, const MutableDoubleRows& cross) {
+// signal, noise and cross, one array after another.
+using MutableSums = nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+GroupSums sums_of(const MutableSums& sums, int64_t n_rows, int64_t n_columns, int64_t group_size) {
+  require(group_size > 0, "group size: not positive");
+  const int64_t n_groups = (n_columns + group_size - 1) / group_size;
+  require(
+      sums.shape(0) == 3 && static_cast<int64_t>(sums.shape(1)) == n_rows && static_cast<int64_t>(sums.shape(2)) == n_groups,
+      "sums: wrong shape");
+  const int64_t n = n_rows * n_groups;
+  return {group_size, sums.data(), sums.data() + n, sums.data() + 2 * n};
+}
+
+std::tuple<double, bool> bound_compare(Pool& pool, const FloatRows& x, const FloatRows& y, int64_t group_size,
+                                       const MutableSums& sums) {
   const auto n_rows = static_cast<int64_t>(x.shape(0)), n_columns = static_cast<int64_t>(x.shape(1));
   require(x.shape(0) == y.shape(0) && x.shape(1) == y.shape(1), "x and y: different shapes");
-  require(group_size > 0, "group size: not positive");
-  for (const MutableDoubleRows* sums : {&signal, &noise, &cross}) {
-    require(static_cast<int64_t>(sums->shape(0)) == n_rows &&
-                static_cast<int64_t>(sums->shape(1)) == (n_columns + group_size - 1) / group_size,
-            "sums: wrong shape");
-  }
+  const GroupSums out = sums_of(sums, n_rows, n_columns, group_size);
+  const Kernels& k = kernels();
   const nb::gil_scoped_release release;
-  return distortion_sums(pool, x.data(), y.data(), n_rows, n_columns, group_size, signal.data(), noise.data(), cross.data());
+  const RowDifference d = compare(k, pool, x.data(), y.data(), n_rows, n_columns, out);
+  return {d.largest, d.equal};
+}
+
+std::tuple<double, bool, bool> bound_compare_with_source(Pool& pool, const Bytes& values, const std::string& dtype,
+                                                         const MatrixParts& parts, bool remake, int64_t group_size,
+                                                         const MutableSums& sums) {
+  const Matrix w = parts.matrix();
+  const Dtype d = dtype_of(dtype);
+  require(values.size() == static_cast<size_t>(w.n_rows) * static_cast<size_t>(w.n_columns * dtype_nbytes(d)), kWrongValues);
+  require(!remake || !w.wide_scales, "only FP16 scales are made");
+  const GroupSums out = sums_of(sums, w.n_rows, w.n_columns, group_size);
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  const SourceDifference found = compare_with_source(k, pool, values.data(), d, w, remake, out);
+  return {found.largest, found.equal, found.remade};
 }
 
 // Read all bytes once, in chunks claimed by the threads as products claim theirs.
@@ -554,7 +578,9 @@ NB_MODULE(_native, m) {
           "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a,
           "offsets"_a);
   m.def("dequantize", &bound_dequantize, "pool"_a, "parts"_a, "out"_a);
-  m.def("distortion_sums", &bound_distortion, "pool"_a, "x"_a, "y"_a, "group_size"_a, "signal"_a, "noise"_a, "cross"_a);
+  m.def("compare", &bound_compare, "pool"_a, "x"_a, "y"_a, "group_size"_a, "sums"_a);
+  m.def("compare_with_source", &bound_compare_with_source, "pool"_a, "values"_a, "dtype"_a, "parts"_a, "remake"_a,
+        "group_size"_a, "sums"_a);
   m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);
 
   m.def("cholesky", &bound_cholesky, "pool"_a, "a"_a);

@@ -49,7 +49,9 @@ def test_an_unknown_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- quantizing ----
 
-VALUE_CLASSES = ("gaussian", "flat", "ramp", "zeros", "subnormal", "f16_max", "outliers", "halves", "sparse")
+VALUE_CLASSES = (
+    "gaussian", "flat", "ramp", "zeros", "subnormal", "f16_max", "outliers", "halves", "near_halves", "sparse"
+)  # fmt: skip
 
 
 def make_values(kind: str, n_rows: int, n_columns: int, seed: int) -> F32:
@@ -70,6 +72,11 @@ def make_values(kind: str, n_rows: int, n_columns: int, seed: int) -> F32:
             x[rng.random(x.shape) < 0.02] *= 1000
         case "halves":  # many quotients that end in exactly one half
             x = np.round(x * 4) / 2
+        case "near_halves":  # quotients next to one half, by the scale that the first column of 32 gives
+            scale = rng.uniform(0.5, 1, x.shape).astype(np.float16)[:, :1].astype(np.float64)
+            x = ((np.round(x * 2) + 0.5) * scale).astype(np.float32).astype(np.float64)
+            x += np.spacing(x.astype(np.float32)) * rng.integers(-2, 3, x.shape)
+            x[:, ::32] = -8 * scale
         case "sparse":
             x[rng.random(x.shape) < 0.9] = 0
     return np.clip(x, -65504, 65504).astype(np.float32)
@@ -183,13 +190,50 @@ def test_a_value_that_cannot_be_coded_is_named(
 
 @pytest.mark.parametrize("kind", list(BITS))
 @pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (128, "f32"), (0, "f16")])
-def test_dequantizing_equals_the_reference_bit_for_bit(kind: str, group_size: int, scale_dtype: str) -> None:
+def test_dequantizing_equals_the_reference_bit_for_bit(tier: str, kind: str, group_size: int, scale_dtype: str) -> None:
     for shape in ((1, 1), (35, 77), (16, 300)):
         w = make_values("outliers", *shape, seed=2)
         w[0] *= 1e-6  # subnormal in FP16
         scheme, parts, want = coded(kind, group_size, np.clip(w, -6e4, 6e4), scale_dtype)
         got = kernels.dequantize(scheme, shape, parts, threads=2)
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4z", "nf4", "fp4", "int8", "f16", "bf16", "f32"])
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_a_matrix_and_its_source_are_compared_in_one_pass(tier: str, kind: str, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    for shape, group_size in (((1, 1), 0), ((35, 77), 32), ((48, 300), 128)):
+        raw, x = as_dtype(make_values("gaussian", *shape, seed=4), dtype)
+        scheme = QuantScheme(kind) if kind in ("f16", "bf16", "f32") else QuantScheme(kind, group_size, "f16")
+        parts = (
+            {"values": kernels.pack_float(raw, dtype, scheme)}
+            if scheme.is_float
+            else kernels.quantize_rtn(raw, dtype, scheme).parts()
+        )
+        y = codes.dequantize(scheme, shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
+        step = group_size or shape[1]
+        got = kernels.compare_with_source(raw, dtype, scheme, parts, step, remake=True, threads=2)
+        want = kernels.compare(x, y, step, threads=1)
+        np.testing.assert_array_equal(got.sums, want.sums)
+        assert (got.largest, got.equal) == (want.largest, np.array_equal(x, y))
+        assert got.largest == np.abs(y.astype(np.float64) - x).max()
+        assert got.remade
+        for part in parts:  # a bit changed anywhere, in padding too
+            changed = {k: v.copy() for k, v in parts.items()}
+            flat = kernels.as_bytes(changed[part])
+            flat[rng.integers(flat.size)] ^= 1
+            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=True).remade
+            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=False).remade
+
+
+def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
+    x = np.ones((17, 40), np.float32)
+    scheme = QuantScheme("int4", 32, "f16")
+    parts = kernels.quantize_rtn(x, "F32", scheme).parts()
+    x[16, 3] = np.nan
+    found = kernels.compare_with_source(x, "F32", scheme, parts, 32, remake=True)
+    assert (found.remade, found.equal, np.isnan(found.largest)) == (False, False, True)
 
 
 # ---- products ----
@@ -260,6 +304,7 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
         x = rng.standard_normal((n_tokens, n_columns)).astype(np.float32)
         x[rng.random(x.shape) < 0.01] *= 200
         x[0, : n_columns // 2] = 0
+        x[-1] *= np.float32(2.0 ** rng.integers(-110, -60))
         scheme, parts, _ = coded(kind, group_size, w, "f16" if n_rows < 100 else "f32")
         for bits in (16, 8):
             got = kernels.matmul(scheme, w.shape, parts, x, threads=2, activation_bits=bits)

@@ -72,8 +72,8 @@ def test_the_order_of_the_sums_is_fixed(shape: tuple[int, int], group_size: int)
         return lanes[..., 0]
 
     for threads in (1, 2):
-        got = kernels.distortion_sums(x, y, group_size, threads=threads)
-        for sums, values in ((got.signal, a * a), (got.noise, e * e), (got.cross, a * e)):
+        got = kernels.compare(x, y, group_size, threads=threads)
+        for sums, values in zip(got.sums, (a * a, e * e, a * e), strict=True):
             np.testing.assert_array_equal(sums, total(values))
         assert got.largest == np.abs(e).max()
 
@@ -83,9 +83,10 @@ def test_nan_is_not_lost() -> None:
     y = x.copy()
     y[1, 3] = np.nan
     y[1, 19] = 1
-    got = kernels.distortion_sums(x, y, 20)
+    got = kernels.compare(x, y, 20)
     assert math.isnan(got.largest)
-    assert np.isnan(got.noise[1, 0])
+    assert np.isnan(got.sums[1, 1, 0])
+    assert not got.equal
 
 
 def test_exact_values_have_no_error_to_report() -> None:

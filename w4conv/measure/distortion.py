@@ -53,14 +53,20 @@ class DistortionMeter:
         """source, restored: (n_rows, n_columns) float32, the next rows of one tensor."""
         n_rows, n_columns = source.shape
         if n_columns:
-            sums = kernels.distortion_sums(source, restored, self._group_size or n_columns)
-            self._signal += float(sums.signal.sum())
-            self._noise += float(sums.noise.sum())
-            self._cross += float(sums.cross.sum())
-            self._max = max(self._max, sums.largest)
-            self._find_worst(sums.signal, sums.noise)
-        self._n_values += n_rows * n_columns
-        self._n_rows += n_rows
+            self.add_found(kernels.compare(source, restored, self._group_size or n_columns), n_columns)
+        else:
+            self._n_rows += n_rows
+
+    def add_found(self, found: kernels.Difference, n_columns: int) -> None:
+        """The same, of rows that were compared already, in groups of the size given above."""
+        signal, noise, cross = found.sums
+        self._signal += float(signal.sum())
+        self._noise += float(noise.sum())
+        self._cross += float(cross.sum())
+        self._max = max(self._max, found.largest)
+        self._find_worst(signal, noise)
+        self._n_values += len(signal) * n_columns
+        self._n_rows += len(signal)
 
     def merge(self, other: DistortionMeter) -> None:
         """Add the sums of another tensor; its groups have no place in this one, so `worst_group` is left alone."""

@@ -25,7 +25,7 @@ from w4conv.sources.base import CodedRows, Source
 KEPT_METHOD: Final = "keep"  # codes and scales of the source, as they are
 REPEATABLE_METHOD: Final = "rtn"  # the others depend on a text that the container does not hold
 SAME_IN_GGUF: Final = (("gguf", "MistralForCausalLM", "LlamaForCausalLM"),)  # without windows they compute alike
-_BLOCK_VALUES: Final = 1 << 20  # values compared at a time: some 40 MB of float64 temporaries
+_BLOCK_VALUES: Final = 1 << 22  # values compared at a time: 16 MB of float32 where a source has to make them
 
 Array = npt.NDArray[np.generic]
 
@@ -94,10 +94,9 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
             meter = DistortionMeter(info.scheme.group_size)
             equal, same, repeatable = True, True, name not in calibrated
             for block in _blocks(container, info, source):
-                values, restored = block.values_f32(), block.restored()
-                meter.add(values, restored)
-                equal = equal and np.array_equal(values, restored)
-                same = same and block.made_again(threads)
+                difference = block.compare(threads)
+                meter.add_found(difference, block.values.shape[1])
+                equal, same = equal and difference.equal, same and difference.remade
             overall.merge(meter)
             if not info.scheme.is_float:
                 quantized.merge(meter)
@@ -170,39 +169,30 @@ class _Block:
     parts: dict[str, npt.NDArray[np.uint8]]
     coded: CodedRows | None = None  # as the source has them, where that is the scheme of the container
 
-    def values_f32(self) -> npt.NDArray[np.float32]:
+    def compare(self, threads: int | None) -> kernels.Difference:
+        """Source and container. remade: whether the bytes are the source's own, or what rtn makes of its values."""
+        scheme, kept = self.info.scheme, self._is_kept()
+        if len(self.info.shape) < 2:  # vectors keep their type
+            restored = codes.dequantize(scheme, self.info.shape, self.parts).reshape(1, -1)
+            found = kernels.compare(self._values_f32(), restored, max(restored.size, 1))
+            same_type = scheme.kind == self.dtype.lower()
+            return found._replace(remade=same_type and self._equal("values", self.values))
+        remake = not kept and scheme.kind not in KEPT_ONLY and scheme.scale_dtype != "f32"
+        group_size = scheme.group_size or self.values.shape[1]
+        found = kernels.compare_with_source(
+            self.values, self.dtype, scheme, self.parts, group_size, remake=remake, threads=threads
+        )
+        return found._replace(remade=kept or found.remade)
+
+    def _values_f32(self) -> npt.NDArray[np.float32]:
         if self.dtype == "BF16":
             return codes.bf16_to_f32(self.values.view(np.uint16))
         return self.values.astype(np.float32)
 
-    def restored(self) -> npt.NDArray[np.float32]:
-        if self._is_matrix:
-            n_rows, n_columns = self.values.shape
-            return kernels.dequantize(self.info.scheme, (n_rows, n_columns), self.parts)
-        return codes.dequantize(self.info.scheme, self.info.shape, self.parts).reshape(self.values.shape)
-
-    def made_again(self, threads: int | None) -> bool:
-        """Whether the bytes are the source's own, or what round-to-nearest makes of its values."""
-        scheme = self.info.scheme
-        kept = {} if self.coded is None else self.coded.parts(scheme)
-        if kept and all(self._equal(kind, part) for kind, part in kept.items()):
-            return True
-        if scheme.kind in KEPT_ONLY or scheme.scale_dtype == "f32":
+    def _is_kept(self) -> bool:
+        if self.coded is None:
             return False
-        try:
-            if not self._is_matrix:  # vectors keep their type
-                same_type = scheme.kind == self.dtype.lower()
-                return same_type and self._equal("values", self.values)
-            if scheme.is_float:
-                return self._equal("values", kernels.pack_float(self.values, self.dtype, scheme, threads=threads))
-            made = kernels.quantize_rtn(self.values, self.dtype, scheme, threads=threads)
-        except kernels.BadValueError:  # a source that cannot be quantized is not the one
-            return False
-        return all(self._equal(kind, part) for kind, part in made.parts().items())
-
-    @property
-    def _is_matrix(self) -> bool:
-        return len(self.info.shape) >= 2
+        return all(self._equal(kind, part) for kind, part in self.coded.parts(self.info.scheme).items())
 
     def _equal(self, kind: str, made: Array) -> bool:
         return np.array_equal(self.parts[kind], kernels.as_bytes(made))

@@ -69,6 +69,9 @@ struct Matrix {
   bool wide_scales = false;
 
   int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }
+  int rows_of(int64_t tile) const {
+    return static_cast<int>(n_rows - tile * kTileRows < kTileRows ? n_rows - tile * kTileRows : kTileRows);
+  }
   int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
   int64_t n_groups() const { return is_float(kind) ? 0 : (n_columns + group_size - 1) / group_size; }
   // Columns of an activation block: the weight group, or kBlock where that is smaller.
@@ -162,6 +165,11 @@ struct TileStatus {
   int64_t n_underflowed = 0;  // groups of nonzero values whose FP16 scale is zero
 };
 
+struct RowDifference {
+  double largest;  // |y - x|, NaN where there is one
+  bool equal;      // every x == y
+};
+
 struct Kernels {
   const char* name;
 
@@ -201,6 +209,14 @@ struct Kernels {
                               float* row_scratch, int8_t* byte_scratch);
   TileStatus (*pack_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                           uint32_t* lines, float* row_scratch, uint8_t* byte_scratch);
+
+  // Values as float32, n_columns of them and zeros up to a multiple of 16: of a coded row, or of one in a source.
+  void (*dequantize_row)(const Matrix& w, int64_t row, float* out);
+  void (*load_values)(const uint8_t* row, Dtype dtype, int64_t n, float* out);
+  // For each group of columns, in float64 with e = y - x: the sums of x * x, e * e and x * e. Sums run in 16 lanes (lane j
+  // takes columns j, j + 16, ... of the group) and end in a tree: lanes 0..7 plus 8..15, then 0..3 plus 4..7, and so on.
+  RowDifference (*compare_rows)(const float* x, const float* y, int64_t n, int64_t group_size, double* signal, double* noise,
+                                double* cross);
 
   // Calibrated rounding (calibrated.inc.h).
   void (*round_with_feedback)(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,

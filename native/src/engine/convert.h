@@ -1,9 +1,28 @@
 // Conversion of a block of rows, tile by tile on several threads.
 #pragma once
+#include <vector>
+
 #include "engine/pool.h"
 #include "w4conv/kernels.h"
 
 namespace w4conv {
+
+// Tiles of one shape, one after another: for one thread.
+class TileConverter {
+ public:
+  TileConverter(Kind kind, int64_t n_columns, int64_t group_size)
+      : kind_(kind), n_columns_(n_columns), group_size_(group_size), row_(n_columns + 32), bytes_((n_columns + 32) * 4) {}
+
+  // n_rows (up to 16) rows of values -> lines, and for kinds with groups scales and zero points (null where there are none).
+  TileStatus convert(const Kernels& kernels, const uint8_t* rows, Dtype dtype, int n_rows, uint32_t* lines, uint16_t* scales,
+                     uint8_t* zero_points);
+
+ private:
+  Kind kind_;
+  int64_t n_columns_, group_size_;
+  std::vector<float> row_;
+  std::vector<uint8_t> bytes_;
+};
 
 struct BlockStatus {
   Bad bad = Bad::kNone;

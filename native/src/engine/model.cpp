@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/dequantize.h"
-
 namespace w4conv {
 namespace {
 
@@ -108,7 +106,7 @@ Model::Rows Model::rows(Buffer& buffer, int64_t n, int64_t width) {
 
 void Model::embed(int32_t token, float* out) const {
   std::fill(out, out + padded(embedding.weight.n_columns), 0.0f);
-  dequantize_row(embedding.weight, token, out);
+  kernels_.dequantize_row(embedding.weight, token, out);
   scale(out, config_.embedding_scale, embedding.weight.n_columns);
 }
 

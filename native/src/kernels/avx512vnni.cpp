@@ -12,6 +12,7 @@ namespace {
 #include "rows.inc.h"
 #include "attention.inc.h"
 #include "convert.inc.h"
+#include "compare.inc.h"
 #include "calibrated.inc.h"
 #include "peak.inc.h"
 }  // namespace

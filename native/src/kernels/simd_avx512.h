@@ -7,6 +7,7 @@ constexpr int kTokens = 12;
 constexpr int kByteTokens = 12;  // the same, with activations of 8 bits
 constexpr int kTiles = 2;
 constexpr int kStreams = 4;
+constexpr bool kFastFma = true;  // fma is an instruction
 
 #ifdef W4CONV_VNNI
 inline const char* dot_instruction() { return "vpdpwssd zmm"; }
@@ -28,6 +29,7 @@ inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
 }
 #endif
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline vw doubles_of(const float* p) { return (vw)_mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 inline vf sqrt_of(float x) { return (vf)_mm512_sqrt_ps(_mm512_set1_ps(x)); }
 inline vf f16_lanes(vu h) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h)); }
 inline vi from_bytes(const int8_t* p) {

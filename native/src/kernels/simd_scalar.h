@@ -11,6 +11,7 @@ constexpr int kTiles = 1;
 constexpr int kStreams = 1;  // tiles that a GEMV reads side by side
 // Whether dot_bytes takes any unsigned byte as a weight, or only codes of 4 bits.
 constexpr bool kWideBytes = false;
+constexpr bool kFastFma = false;  // fma is an instruction
 
 inline const char* dot_instruction() { return "multiply"; }
 
@@ -32,6 +33,7 @@ inline vf fma(vf a, vf b, vf c) {
   for (int i = 0; i < kLanes; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return out;
 }
+inline vw doubles_of(const float* p) { return vw{p[0], p[1]}; }
 inline vf sqrt_of(float x) { return splat(__builtin_sqrtf(x)); }
 
 // FP16 in the low half of each lane -> float32, exactly.

@@ -8,6 +8,10 @@ typedef int8_t vb __attribute__((vector_size(kLanes)));
 typedef int8_t vb_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef float vf_unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t vi_unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+// The doubles that fit into a vector: half as many.
+typedef double vw __attribute__((vector_size(4 * kLanes)));
+typedef int64_t vwi __attribute__((vector_size(4 * kLanes)));
+constexpr int kWideLanes = kLanes / 2;
 
 constexpr int kVectors = 16 / kLanes;  // vectors that hold one value for each of the 16 rows of a tile
 
