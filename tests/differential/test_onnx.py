@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from exports import config, converted, parts, recoded, same, values
+from helpers import tiny_tokenizer
+from tiny_models import MODELS, Case, rope
 
 import w4conv
 from w4conv.errors import InputError, UsageError
@@ -98,6 +100,41 @@ def test_decoder(tmp_path: Path, case: str) -> None:
     assert w4conv.verify(tmp_path / "out", against=path).ok
 
 
+# Every family without experts, with what the tiny ones of transformers lack.
+GEMMA = {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 20}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2-yarn": MODELS["qwen2-yarn"],
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "phi3": ("phi3", {}),
+    "phi3-partial": ("phi3", {"head_dim": 64, **rope("default", partial_rotary_factor=0.75)}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 6}),
+    "olmo2": ("olmo2", {}),
+    "granite": MODELS["granite-multipliers"],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(tmp_path: Path, name: str) -> None:
+    kind, settings = FAMILIES[name]
+    case = Case(name, tmp_path, (kind, settings | {"intermediate_size": 192}))
+    w4conv.quantize(case.folder, tmp_path / "m.w4", group_size=32)
+    assert export(tmp_path / "m.w4", tmp_path / "out", to="onnx").exact
+    expected = reference(tmp_path / "m.w4", case.tokens)
+    session = Session(tmp_path / "out")
+    found = [session.logits(case.tokens[:40]), *(session.logits(case.tokens[i : i + 1]) for i in range(40, 64))]
+    assert np.abs(np.concatenate(found) - expected).max() < 1e-4 * np.abs(expected).max()
+    assert w4conv.verify(tmp_path / "out", against=tmp_path / "m.w4").ok
+
+
+@pytest.mark.parametrize(("name", "reason"), [("mixtral", "experts"), ("phi3-longrope", "depends on the length")])
+def test_what_has_no_graph(tmp_path: Path, name: str, reason: str) -> None:
+    w4conv.quantize(Case(name, tmp_path).folder, tmp_path / "m.w4", group_size=32)
+    with pytest.raises(InputError, match=reason):
+        export(tmp_path / "m.w4", tmp_path / "out", to="onnx")
+
+
 def test_bytes() -> None:
     """The example of the operator's description: 0 to 7 are the bytes 10 32 54 76."""
     assert _pairs(np.arange(8, dtype=np.uint8)[None], fill=8).tobytes().hex() == "10325476"
@@ -166,22 +203,31 @@ def config_of_genai(directory: Path) -> dict[str, Any]:
     return out
 
 
-def test_genai_generates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+def test_genai_generates(tmp_path: Path, name: str) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai: `make test-peers` installs it")
-    path = converted(tmp_path, **SHAPE)
+    if name == "llama":
+        path = converted(tmp_path, **SHAPE)
+    else:
+        kind, settings = FAMILIES[name]
+        path = tmp_path / "m.w4"
+        case = Case(name, tmp_path, (kind, settings | {"intermediate_size": 192}))
+        tiny_tokenizer(300).save(str(case.folder / "tokenizer.json"))
+        w4conv.quantize(case.folder, path, group_size=32)
     export(path, tmp_path / "out", to="onnx")
     model = genai.Model(str(tmp_path / "out"))
     settings = genai.GeneratorParams(model)
     settings.set_search_options(max_length=40, do_sample=False)
     generator = genai.Generator(model, settings)
-    generator.append_tokens(IDS[None].astype(np.int32))
+    prompt = IDS[IDS > 2]  # a token that pads is none of the text
+    generator.append_tokens(prompt[None].astype(np.int32))
     found = []
     for _ in range(12):
         generator.generate_next_token()
         found.append(int(generator.get_next_tokens()[0]))
-    reference(path, IDS)
+    reference(path, prompt)
     with w4conv.Model(path.with_name("f32.w4"), kv="f32") as engine:
-        assert found == list(engine.generate(IDS.tolist(), max_tokens=12))
+        assert found == list(engine.generate(prompt.tolist(), max_tokens=12))
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

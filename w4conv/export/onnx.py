@@ -29,28 +29,40 @@ from w4conv.export.huggingface import checked_blocks, plain_config
 from w4conv.export.model import CodedRows, ExportModel
 from w4conv.export.packed import unsigned
 from w4conv.export.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
+from w4conv.models.rope import RopeSpec
 from w4conv.models.spec import TensorSpec
 from w4conv.progress import Progress
 
 Array = npt.NDArray[np.generic]
 
-FAMILIES: Final = ("llama", "mistral", "qwen2")
 KINDS: Final = ("int4", "int4z", "int8")
 ROW_BLOCKS: Final = (128, 64, 32)  # for one scale a row
 HEAD_MULTIPLE: Final = 16
 ALIGNMENT: Final = 64
+GENAI_TYPES: Final = {"gemma3": "gemma3_text", "olmo2": "olmo"}  # where it has another word
 GRAPH: Final = "model.onnx"
 DATA: Final = "model.onnx.data"
 
 
 def plan(model: ExportModel, options: Options) -> Plan:
-    if model.spec.family not in FAMILIES:
-        raise InputError(f"{model.container.path}: {model.spec.architecture} cannot be exported to ONNX yet")
-    if model.spec.head_dim % HEAD_MULTIPLE:
-        raise InputError(
-            f"{model.container.path}: its heads have {model.spec.head_dim} columns; onnxruntime takes multiples of "
-            f"{HEAD_MULTIPLE} alone. Export to another format"
-        )
+    spec = model.spec
+    for reason, there in (
+        ("experts", spec.experts is not None),
+        ("sinks", spec.sinks),
+        ("a rotary embedding that depends on the length of the text", spec.rope.scaling in ("dynamic", "longrope")),
+    ):
+        if there:
+            raise InputError(
+                f"{model.container.path}: {spec.architecture} has {reason}, for which no ONNX graph is written. Export "
+                "to another format"
+            )
+    rotated = spec.rope.rotary_dim(spec.head_dim)
+    for what, n in (("its heads have", spec.head_dim), ("the rotary embedding has", rotated)):
+        if n % HEAD_MULTIPLE:
+            raise InputError(
+                f"{model.container.path}: {what} {n} columns; onnxruntime takes multiples of {HEAD_MULTIPLE} alone. "
+                "Export to another format"
+            )
     try:
         import onnx  # noqa: F401  # told before any work
     except ImportError as error:
@@ -165,20 +177,24 @@ def _pairs(nibbles: npt.NDArray[np.uint8], *, fill: int) -> npt.NDArray[np.uint8
 
 
 def _rotary_caches(model: ExportModel) -> list[Output]:
-    """cos and sin of every position and frequency, computed in float64."""
+    """cos and sin of every position and frequency, computed in float64; "_local": of layers with a window, where they
+    have a rotary embedding of their own."""
     spec = model.spec
-    frequencies = np.array(spec.rope.inverse_frequencies(spec.head_dim))
-    shape = (spec.max_positions, len(frequencies))
 
-    def output(name: str, function: np.ufunc) -> Output:
+    def output(name: str, rope: RopeSpec, function: np.ufunc) -> Output:
+        frequencies = np.array(rope.inverse_frequencies(spec.head_dim))
+        shape = (spec.max_positions, len(frequencies))
+
         def blocks() -> Iterator[Array]:
             for start in range(0, shape[0], 1 << 14):
                 positions = np.arange(start, min(start + (1 << 14), shape[0]))
-                yield function(positions[:, None] * frequencies).astype("<f4")
+                yield (function(positions[:, None] * frequencies) * rope.magnitude).astype("<f4")
 
         return Output(name, "F32", shape, 4 * shape[0] * shape[1], blocks)
 
-    return [output("cos_cache", np.cos), output("sin_cache", np.sin)]
+    ropes = {"": spec.rope} | ({"_local": spec.local_rope} if spec.local_rope is not None else {})
+    functions = {"cos": np.cos, "sin": np.sin}
+    return [output(f"{name}_cache{end}", rope, f) for end, rope in ropes.items() for name, f in functions.items()]
 
 
 def _genai_config(model: ExportModel) -> dict[str, Any]:
@@ -192,7 +208,7 @@ def _genai_config(model: ExportModel) -> dict[str, Any]:
     first_end = ends[0] if isinstance(ends, list) and ends else ends
     return {
         "model": {
-            "type": spec.family,
+            "type": GENAI_TYPES.get(spec.family, spec.family),
             "vocab_size": spec.vocab_size,
             "context_length": spec.max_positions,
             **({"bos_token_id": token("bos_token_id")} if token("bos_token_id") is not None else {}),

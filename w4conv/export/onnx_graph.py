@@ -1,4 +1,4 @@
-"""The graph of a decoder of the Llama shape, with weights outside of it."""
+"""The graph of a decoder without experts, as its ModelSpec describes it, with weights outside of it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ class _Decoder:
     def serialized(self) -> bytes:
         spec = self._spec
         self._lengths()
-        x = self._embedding()
+        x = self._scaled(self._embedding(), "embedding_scale", "embedded")
         for layer in range(spec.n_layers):
             x = self._layer(layer, x)
-        x = self._norm("model.norm", x)
-        self._linear("lm_head", x, tied=spec.tied_head, out="logits")
+        self._head(self._norm("model.norm", x))
         logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", spec.vocab_size])
         graph: GraphProto = helper.make_graph(
             self._nodes, spec.architecture, self._inputs, [logits, *self._outputs], list(self._initializers.values())
@@ -93,6 +92,10 @@ class _Decoder:
         self._initializers[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
         return name
 
+    def _number(self, name: str, value: float) -> str:
+        self._initializers[name] = helper.make_tensor(name, TensorProto.FLOAT, [], [value])
+        return name
+
     def _lengths(self) -> None:
         """seqlens_k, one less than the tokens of each text, and total_length, of the longest."""
         one, second = self._constant("one", [1]), self._constant("second", [1])
@@ -122,35 +125,98 @@ class _Decoder:
         return 8 * self._stored[name].shape[2] // self._coded[name]
 
     def _layer(self, layer: int, x: str) -> str:
-        spec, prefix = self._spec, f"model.layers.{layer}"
-        attention = f"{prefix}.self_attn"
-        normed = self._norm(f"{prefix}.input_layernorm", x)
-        q, k, v = (self._linear(f"{attention}.{part}_proj", normed) for part in "qkv")
+        prefix = f"model.layers.{layer}"
+        normed = self._placed_norm(layer, "attention_norm", x)
+        x = self._branch(layer, "attention_out_norm", x, self._attention(layer, normed), f"{prefix}.attended")
+        normed = self._placed_norm(layer, "mlp_norm", x)
+        return self._branch(layer, "mlp_out_norm", x, self._feed_forward(f"{prefix}.mlp", normed), prefix)
+
+    def _branch(self, layer: int, norm: str, x: str, branch: str, out: str) -> str:
+        normed = self._placed_norm(layer, norm, branch)
+        return self._node("Add", [x, self._scaled(normed, "residual_scale", f"{out}.scaled")], out)
+
+    def _placed_norm(self, layer: int, place: str, x: str) -> str:
+        norms = self._spec.norms
+        return self._norm(f"model.layers.{layer}.{norms[place]}", x) if place in norms else x
+
+    def _attention(self, layer: int, normed: str) -> str:
+        spec, module = self._spec, f"model.layers.{layer}.self_attn"
+        q, k, v = self._queries(module, normed)
         past, present = f"past_key_values.{layer}", f"present.{layer}"
         for kind in ("key", "value"):
             self._inputs.append(self._cache(f"{past}.{kind}", "past_sequence"))
             self._outputs.append(self._cache(f"{present}.{kind}", "total_sequence"))
-        caches = [self._weight("cos_cache"), self._weight("sin_cache")]
+        rope = spec.rope_index(layer)
+        caches = [] if rope < 0 else [self._weight(f"{part}_cache{'_local' * rope}") for part in ("cos", "sin")]
         mixed = self._node(
             "GroupQueryAttention",
             [q, k, v, f"{past}.key", f"{past}.value", "seqlens_k", "total_length", *caches],
-            attention,
+            module,
             f"{present}.key",
             f"{present}.value",
             domain=MICROSOFT,
             num_heads=spec.n_heads,
             kv_num_heads=spec.n_kv_heads,
-            do_rotary=1,
-            local_window_size=(spec.sliding_windows[layer] or -1) if spec.sliding_windows else -1,
+            scale=spec.attention_scale or spec.head_dim**-0.5,
+            softcap=spec.attention_softcap,
+            do_rotary=int(rope >= 0),
+            local_window_size=spec.window(layer) or -1,
         )
-        x = self._node("Add", [x, self._linear(f"{attention}.o_proj", mixed)], f"{prefix}.attended")
-        normed = self._norm(f"{prefix}.post_attention_layernorm", x)
-        gate = self._linear(f"{prefix}.mlp.gate_proj", normed)
-        up = self._linear(f"{prefix}.mlp.up_proj", normed)
-        sigmoid = self._node("Sigmoid", [gate], f"{prefix}.mlp.sigmoid")
-        silu = self._node("Mul", [gate, sigmoid], f"{prefix}.mlp.silu")
-        gated = self._node("Mul", [silu, up], f"{prefix}.mlp.gated")
-        return self._node("Add", [x, self._linear(f"{prefix}.mlp.down_proj", gated)], prefix)
+        return self._linear(f"{module}.o_proj", mixed)
+
+    def _queries(self, module: str, normed: str) -> list[str]:
+        """Queries, keys and values, normed where the family does so."""
+        spec = self._spec
+        widths = [n * spec.head_dim for n in (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)]
+        names = [f"{module}.{part}_proj" for part in "qkv"]
+        if "qkv" in spec.fused:
+            self._split(self._linear(f"{module}.qkv_proj", normed), names, widths)
+        else:
+            names = [self._linear(name, normed) for name in names]
+        for i, part in enumerate("qk") if spec.qk_norm else ():
+            x, norm = names[i], f"{module}.{part}_norm"
+            if spec.qk_norm == "row":
+                names[i] = self._norm(norm, x)
+                continue
+            heads = self._node("Reshape", [x, self._constant("heads", [0, -1, spec.head_dim])], f"{norm}.heads")
+            whole = self._constant(f"{part}_row", [0, -1, widths[i]])
+            names[i] = self._node("Reshape", [self._norm(norm, heads), whole], f"{norm}.rows")
+        return names
+
+    def _feed_forward(self, module: str, normed: str) -> str:
+        spec = self._spec
+        gate, up = f"{module}.gate_proj", f"{module}.up_proj"
+        if "gate_up" in spec.fused:
+            self._split(self._linear(f"{module}.gate_up_proj", normed), [gate, up], [spec.intermediate_size] * 2)
+        else:
+            gate, up = self._linear(gate, normed), self._linear(up, normed)
+        if spec.activation == "silu":
+            sigmoid = self._node("Sigmoid", [gate], f"{module}.sigmoid")
+            activated = self._node("Mul", [gate, sigmoid], f"{module}.silu")
+        else:  # its tanh form
+            activated = self._node("FastGelu", [gate], f"{module}.gelu", domain=MICROSOFT)
+        gated = self._node("Mul", [activated, up], f"{module}.gated")
+        return self._linear(f"{module}.down_proj", gated)
+
+    def _split(self, x: str, names: list[str], widths: Sequence[int]) -> None:
+        self._node("Split", [x, self._constant(f"{names[0]}.widths", widths)], names[0], *names[1:], axis=-1)
+
+    def _scaled(self, x: str, setting: str, out: str) -> str:
+        """x times a number of the spec, which is often 1."""
+        factor = getattr(self._spec, setting)
+        return x if factor == 1 else self._node("Mul", [x, self._number(setting, factor)], out)
+
+    def _head(self, x: str) -> str:
+        spec = self._spec
+        steps = [("Div", spec.logits_divisor, 1.0)]
+        if spec.final_softcap:
+            steps += [("Div", spec.final_softcap, 0.0), ("Tanh", 0.0, 1.0), ("Mul", spec.final_softcap, 0.0)]
+        steps = [step for step in steps if step[1] != step[2]]
+        x = self._linear("lm_head", x, tied=spec.tied_head, out="logits" if not steps else None)
+        for i, (op, number, _) in enumerate(steps):
+            inputs = [x, self._number(f"logits_{op}_{number:g}", number)] if number else [x]
+            x = self._node(op, inputs, "logits" if i + 1 == len(steps) else f"logits.{i}")
+        return x
 
     def _cache(self, name: str, length: str) -> ValueInfoProto:
         dims: list[str | int | None] = ["batch", self._spec.n_kv_heads, length, self._spec.head_dim]
@@ -158,6 +224,8 @@ class _Decoder:
 
     def _norm(self, module: str, x: str) -> str:
         scale = self._weight(f"{module}.weight")
+        if offset := self._spec.norm_offset:  # stored without it
+            scale = self._node("Add", [scale, self._number("norm_offset", offset)], f"{module}.scale")
         return self._node(
             "SimplifiedLayerNormalization", [x, scale], module, axis=-1, epsilon=self._spec.norm_eps, stash_type=1
         )
