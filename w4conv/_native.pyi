@@ -67,7 +67,14 @@ def matmul(
 ) -> None: ...
 def read(pool: Pool, data: npt.NDArray[np.uint8]) -> int: ...
 def multiply_registers(pool: Pool, operands: str) -> int: ...
-def cholesky(pool: Pool, a: npt.NDArray[np.float64]) -> int: ...
+def products(
+    pool: Pool,
+    a: npt.NDArray[np.float32],
+    b: npt.NDArray[np.float32],
+    upper: bool,
+    out: npt.NDArray[np.float32],
+) -> None: ...
+def factor(pool: Pool, a: npt.NDArray[np.float32], pivots: npt.NDArray[np.float32]) -> int: ...
 def round_with_feedback(
     pool: Pool,
     w: npt.NDArray[np.float32],
@@ -77,7 +84,12 @@ def round_with_feedback(
     top: float,
     q: npt.NDArray[np.int8],
 ) -> None: ...
-def substitute(pool: Pool, x: npt.NDArray[np.float32], factor: npt.NDArray[np.float32]) -> None: ...
+def solve_rows(
+    pool: Pool,
+    x: npt.NDArray[np.float32],
+    factor: npt.NDArray[np.float32],
+    pivots: npt.NDArray[np.float32],
+) -> None: ...
 def refine(
     pool: Pool,
     w: npt.NDArray[np.float32],

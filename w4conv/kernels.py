@@ -209,13 +209,24 @@ def product(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: 
     return matmul(F32, (b.shape[0], b.shape[1]), {"values": lines}, a, threads=threads or default_threads())
 
 
-def cholesky(a: npt.NDArray[np.float64], *, threads: int | None = None) -> int:
-    """Lower Cholesky factor of the symmetric a (n, n), in place of its lower triangle; the upper one is left as it was.
+def add_products(a: F32Array, b: F32Array, out: F32Array, *, upper: bool = False, threads: int | None = None) -> None:
+    """Add a^T b, a (n_k, m), b (n_k, n), to out (m, n), bit for bit `quantization.reference_gptq.products`.
 
-    Returns -1, or the first column whose pivot is not positive; `a` is then of no use. Bit for bit
-    `quantization.reference_gptq.cholesky`.
+    upper: of a square `out`, only what lies on and above the diagonal, and some of what lies below.
     """
-    return _native.cholesky(_pool(threads or default_threads()), a)
+    _native.products(_pool(threads or default_threads()), a, b, upper, out)
+
+
+def factor(a: F32Array, *, threads: int | None = None) -> F32Array | int:
+    """The diagonal of D of the symmetric a (n, n) = U^T D U, whose upper triangle is read. `a` becomes U and, below its
+    diagonal of ones, its transpose.
+
+    Or the first column whose pivot is not positive; `a` is then of no use. Bit for bit
+    `quantization.reference_gptq.factor`.
+    """
+    pivots = np.empty(len(a), np.float32)
+    bad = _native.factor(_pool(threads or default_threads()), a, pivots)
+    return pivots if bad < 0 else bad
 
 
 def round_with_feedback(
@@ -230,19 +241,19 @@ def round_with_feedback(
     """q (n_tiles, n_columns, 16), bit for bit `quantization.reference_gptq.round_with_feedback`.
 
     w: (n_tiles, n_columns, 16); group: (n_columns,) whose scale each column has; scales: (n_tiles, n_groups, 16);
-    factor: (n_columns, n_columns) of which the strictly lower triangle is used.
+    factor: (n_columns, n_columns), as `factor` gives it.
     """
     q = np.empty(w.shape, np.int8)
     _native.round_with_feedback(_pool(threads or default_threads()), w, group, scales, factor, 2.0 ** (bits - 1), q)
     return q
 
 
-def substitute(x: F32Array, factor: F32Array, *, threads: int | None = None) -> None:
-    """x (n_tiles, n_columns, 16) becomes the y of y M = x, bit for bit `quantization.reference_gptq.substitute`.
+def solve_rows(x: F32Array, factor: F32Array, pivots: F32Array, *, threads: int | None = None) -> None:
+    """x (n_tiles, n_columns, 16) becomes the y of y H = x, bit for bit `quantization.reference_gptq.solve`.
 
-    factor: M (n_columns, n_columns), unit lower triangular; only what lies below the diagonal is read.
+    factor, pivots: of H, as `factor` gives them.
     """
-    _native.substitute(_pool(threads or default_threads()), x, factor)
+    _native.solve_rows(_pool(threads or default_threads()), x, factor, pivots)
 
 
 def refine(
@@ -267,7 +278,7 @@ def refine(
 def search_scales(
     w: F32Array,
     group_size: int,
-    factors: F32Array,
+    factors: F32Array | None,
     pivots: F32Array,
     multipliers: F32Array,
     *,
@@ -276,9 +287,11 @@ def search_scales(
 ) -> tuple[npt.NDArray[np.float16], F32Array]:
     """Scales and their errors (n_tiles, n_groups, 16), bit for bit `quantization.reference_gptq.search_scales`.
 
-    w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size), pivots: (n_columns,). The matrix of a last
-    group of fewer columns fills the front of its place.
+    w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size) as `factor` gives them, or None; pivots:
+    (n_columns,). The matrix of a last group of fewer columns fills the front of its place.
     """
+    if factors is None:
+        factors = np.empty((0, group_size, group_size), np.float32)
     shape = (w.shape[0], -(-w.shape[1] // group_size), TILE_ROWS)
     scales, errors = np.empty(shape, np.uint16), np.empty(shape, np.float32)
     pool = _pool(threads or default_threads())

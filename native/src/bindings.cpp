@@ -30,6 +30,7 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using MutableFloatRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatTiles = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
@@ -476,10 +477,20 @@ void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
   m.model.finish(x.data(), n, logits.data());
 }
 
-int64_t bound_cholesky(Pool& pool, const MutableDoubleRows& a) {
-  require(a.shape(0) == a.shape(1), "not a square matrix");
+void bound_products(Pool& pool, const FloatRows& a, const FloatRows& b, bool upper, const MutableFloatRows& out) {
+  const auto n_k = static_cast<int64_t>(a.shape(0)), m = static_cast<int64_t>(a.shape(1));
+  const auto n = static_cast<int64_t>(b.shape(1));
+  require(static_cast<int64_t>(b.shape(0)) == n_k && static_cast<int64_t>(out.shape(0)) == m &&
+              static_cast<int64_t>(out.shape(1)) == n && (!upper || m == n),
+          "wrong shape");
   const nb::gil_scoped_release release;
-  return cholesky(kernels(), pool, a.data(), static_cast<int64_t>(a.shape(0)));
+  products(kernels(), pool, a.data(), b.data(), n_k, m, n, upper, out.data());
+}
+
+int64_t bound_factor(Pool& pool, const MutableFloatRows& a, const MutableFloats& pivots) {
+  require(a.shape(0) == a.shape(1) && pivots.size() == a.shape(0), "not a square matrix, or pivots: wrong shape");
+  const nb::gil_scoped_release release;
+  return factor(kernels(), pool, a.data(), static_cast<int64_t>(a.shape(0)), pivots.data());
 }
 
 void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const FloatTiles& scales, const FloatRows& factor,
@@ -496,11 +507,12 @@ void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const Flo
                       scales.data(), static_cast<int64_t>(n_groups), factor.data(), top, q.data());
 }
 
-void bound_substitute(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor) {
+void bound_solve(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor, const Floats& pivots) {
   const size_t n = x.shape(1);
-  require(x.shape(2) == 16 && factor.shape(0) == n && factor.shape(1) == n, "wrong shape");
+  require(x.shape(2) == 16 && factor.shape(0) == n && factor.shape(1) == n && pivots.size() == n, "wrong shape");
   const nb::gil_scoped_release release;
-  substitute(kernels(), pool, x.data(), static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(n), factor.data());
+  solve_rows(kernels(), pool, x.data(), static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(n), factor.data(),
+             pivots.data());
 }
 
 void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatRows& h, float top, int n_rounds,
@@ -523,8 +535,9 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
   require(w.shape(2) == 16 && scales.shape(2) == 16 && errors.shape(2) == 16, "tiles have 16 rows");
   require(n > 0 && group_size > 0 && group_size <= n, "group size: not between 1 and the columns");
   const int64_t n_groups = (n + group_size - 1) / group_size;
-  require(static_cast<int64_t>(factors.shape(0)) == n_groups && static_cast<int64_t>(factors.shape(1)) == group_size &&
-              static_cast<int64_t>(factors.shape(2)) == group_size && static_cast<int64_t>(pivots.size()) == n,
+  require(static_cast<int64_t>(factors.shape(1)) == group_size && static_cast<int64_t>(factors.shape(2)) == group_size &&
+              (factors.shape(0) == 0 || static_cast<int64_t>(factors.shape(0)) == n_groups) &&
+              static_cast<int64_t>(pivots.size()) == n,
           "factors or pivots: wrong shape");
   for (const auto& [tiles, groups] :
        {std::pair{scales.shape(0), scales.shape(1)}, std::pair{errors.shape(0), errors.shape(1)}}) {
@@ -532,8 +545,9 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
             "scales or errors: wrong shape");
   }
   const nb::gil_scoped_release release;
-  search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.data(), pivots.data(), multipliers.data(),
-                static_cast<int64_t>(multipliers.size()), top, scales.data(), errors.data());
+  search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.shape(0) == 0 ? nullptr : factors.data(),
+                pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.size()), top, scales.data(),
+                errors.data());
 }
 
 bool cut(Session& s, int64_t n) {
@@ -583,9 +597,10 @@ NB_MODULE(_native, m) {
         "group_size"_a, "sums"_a);
   m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);
 
-  m.def("cholesky", &bound_cholesky, "pool"_a, "a"_a);
+  m.def("products", &bound_products, "pool"_a, "a"_a, "b"_a, "upper"_a, "out"_a);
+  m.def("factor", &bound_factor, "pool"_a, "a"_a, "pivots"_a);
   m.def("round_with_feedback", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "factor"_a, "top"_a, "q"_a);
-  m.def("substitute", &bound_substitute, "pool"_a, "x"_a, "factor"_a);
+  m.def("solve_rows", &bound_solve, "pool"_a, "x"_a, "factor"_a, "pivots"_a);
   m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "top"_a, "n_rounds"_a, "scales"_a, "q"_a);
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "top"_a,
         "scales"_a, "errors"_a);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,14 @@ def moments(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
     return np.asarray(out)
 
 
-def unit_factor(lower: npt.NDArray[np.float64]) -> F32Array:
-    return np.asarray(lower / np.diag(lower), np.float32)
+def factored(h: npt.NDArray[np.float64]) -> tuple[F32Array, F32Array]:
+    found = reference.factor(h.astype(np.float32))
+    assert found is not None
+    return found
+
+
+def mirrored(unit: F32Array) -> F32Array:
+    return unit + np.triu(unit, 1).T
 
 
 def tiled(rows: F32Array) -> F32Array:
@@ -45,62 +52,92 @@ def untiled(tiles: Any) -> Any:
     return tiles.transpose(0, 2, 1).reshape(-1, tiles.shape[1])
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 100])
+def test_fused_multiply_adds() -> None:
+    """Against exact fractions: sums that lie beside the middle of two float32 numbers by less than float64 can tell."""
+    rng = np.random.default_rng(0)
+    half = np.float32(1 + 2**-12) * np.float32(1 + 2**-12)  # rounded; as a product it needs 25 bits
+    a = np.concatenate([rng.standard_normal(200), [1 + 2**-12, 1 + 2**-12, 3e-20, 1.5]]).astype(np.float32)
+    b = np.concatenate([rng.standard_normal(200), [1 + 2**-12, 1 + 2**-12, 3e-20, 0]]).astype(np.float32)
+    c = np.concatenate([rng.standard_normal(200), [2**-60, -(2**-60), half, -0.0]]).astype(np.float32)
+    for x, y, z, got in zip(a, b, c, reference.fma(a, b, c), strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        candidates = [got, np.nextafter(got, np.float32(np.inf)), np.nextafter(got, np.float32(-np.inf))]
+        gaps = [abs(Fraction(float(f)) - exact) for f in candidates]
+        assert gaps[0] == min(gaps)
+        assert gaps.count(gaps[0]) == 1 or got.view(np.uint32) % 2 == 0
+
+
+@pytest.mark.parametrize("n", [1, 47, 48, 97, 250])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_cholesky(tier: str, n: int, threads: int) -> None:
+def test_factor(tier: str, n: int, threads: int) -> None:
     h = moments(n)
-    expected = reference.cholesky(h)
-    assert expected is not None
-    np.testing.assert_allclose(expected @ expected.T, h, rtol=1e-10, atol=1e-10)
-    a = h.copy()
-    assert kernels.cholesky(a, threads=threads) == -1
-    assert np.array_equal(np.tril(a), expected)
+    unit, pivots = factored(h)
+    np.testing.assert_allclose(unit.T.astype(np.float64) * pivots @ unit, h, rtol=1e-4, atol=1e-4 * np.diag(h).mean())
+    a = h.astype(np.float32)
+    found = kernels.factor(a, threads=threads)
+    assert np.array_equal(found, pivots)
+    assert np.array_equal(a, mirrored(unit))
 
 
-@pytest.mark.parametrize("column", [0, 31, 40, 69])
-def test_cholesky_names_the_column_without_a_positive_pivot(tier: str, column: int) -> None:
-    h = moments(70)
+@pytest.mark.parametrize("column", [0, 31, 40, 69, 129])
+def test_factor_names_the_column_without_a_positive_pivot(tier: str, column: int) -> None:
+    h = moments(130).astype(np.float32)
     h[column, :] = h[:, column] = 0
-    assert reference.cholesky(h) is None
-    assert kernels.cholesky(h.copy(), threads=2) == column
+    assert reference.factor(h) is None
+    assert kernels.factor(h.copy(), threads=2) == column
+
+
+@pytest.mark.parametrize(("n_k", "m", "n"), [(1, 1, 1), (100, 50, 200), (1000, 48, 49)])
+def test_products(tier: str, n_k: int, m: int, n: int) -> None:
+    rng = np.random.default_rng(2)
+    a, b = (rng.standard_normal((n_k, width)).astype(np.float32) for width in (m, n))
+    before = rng.standard_normal((m, n)).astype(np.float32)
+    expected = before.copy()
+    reference.products(a, b, expected)
+    np.testing.assert_allclose(expected, before + a.T.astype(np.float64) @ b, rtol=1e-4, atol=1e-3)
+    for threads in (1, 2):
+        found = before.copy()
+        kernels.add_products(a, b, found, threads=threads)
+        assert np.array_equal(found, expected)
+        square, wanted = np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
+        kernels.add_products(b, b, square, upper=True, threads=threads)
+        reference.products(b, b, wanted)
+        assert np.array_equal(np.triu(square), np.triu(wanted))
 
 
 @pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (100, 32), (160, 160)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rounding_with_feedback(tier: str, n: int, size: int, bits: int) -> None:
-    lower = reference.cholesky(moments(n))
-    assert lower is not None
-    factor = unit_factor(lower)
-    w = np.random.default_rng(1).standard_normal((32, n)).astype(np.float32)
-    scales = np.random.default_rng(2).uniform(-0.3, 0.3, (32, -(-n // size))).astype(np.float16).astype(np.float32)
+    unit, _ = factored(moments(n))
+    w = np.random.default_rng(1).standard_normal((80, n)).astype(np.float32)
+    scales = np.random.default_rng(2).uniform(-0.3, 0.3, (80, -(-n // size))).astype(np.float16).astype(np.float32)
     scales[3] = 0
-    expected = reference.round_with_feedback(w, np.repeat(scales, size, axis=1)[:, :n], factor, bits)
+    expected = reference.round_with_feedback(w, np.repeat(scales, size, axis=1)[:, :n], unit, bits)
     group = (np.arange(n) // size).astype(np.int32)
     for threads in (1, 2):
-        q = kernels.round_with_feedback(tiled(w), group, tiled(scales), factor, bits=bits, threads=threads)
+        q = kernels.round_with_feedback(tiled(w), group, tiled(scales), mirrored(unit), bits=bits, threads=threads)
         assert np.array_equal(untiled(q), expected)
 
 
 @pytest.mark.parametrize("n", [16, 67])
-def test_substitution(tier: str, n: int) -> None:
-    lower = reference.cholesky(moments(n))
-    assert lower is not None
-    factor = unit_factor(lower)
-    x = np.random.default_rng(1).standard_normal((32, n)).astype(np.float32)
-    expected = reference.substitute(x, factor)
-    np.testing.assert_allclose(expected @ factor, x, rtol=1e-4, atol=1e-4)
+def test_solution_of_rows(tier: str, n: int) -> None:
+    h = moments(n)
+    unit, pivots = factored(h)
+    b = np.random.default_rng(1).standard_normal((48, n)).astype(np.float32)
+    expected = reference.solve(b, unit, pivots)
+    np.testing.assert_allclose(expected @ h, b, rtol=1e-2, atol=1e-2)
     for threads in (1, 2):
-        y = tiled(x)
-        kernels.substitute(y, factor, threads=threads)
-        assert np.array_equal(untiled(y), expected)
+        x = tiled(b)
+        kernels.solve_rows(x, mirrored(unit), pivots, threads=threads)
+        assert np.array_equal(untiled(x), expected)
 
 
-@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (160, 160)])
+@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (160, 160), (150, 70)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_refinement(tier: str, n: int, size: int, bits: int) -> None:
     rng = np.random.default_rng(1)
-    h, w = moments(n).astype(np.float32), rng.standard_normal((32, n)).astype(np.float32)
-    scales = rng.uniform(-0.3, 0.3, (32, -(-n // size))).astype(np.float16)
+    h, w = moments(n).astype(np.float32), rng.standard_normal((80, n)).astype(np.float32)
+    scales = rng.uniform(-0.3, 0.3, (80, -(-n // size))).astype(np.float16)
     scales[3] = 0
     q = rng.integers(-(1 << (bits - 1)), 1 << (bits - 1), w.shape).astype(np.int8)
     q[5] = 0
@@ -137,7 +174,8 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
 
 
 @pytest.mark.parametrize(("n", "size"), [(32, 32), (75, 32), (200, 200)])
-def test_search_of_scales(tier: str, n: int, size: int) -> None:
+@pytest.mark.parametrize("fed_back", [True, False])
+def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool) -> None:
     rng = np.random.default_rng(3)
     w = rng.standard_normal((32, n)).astype(np.float32)
     w[5] = 0
@@ -149,13 +187,12 @@ def test_search_of_scales(tier: str, n: int, size: int) -> None:
     expected = []
     for g in range(n_groups):
         part = slice(g * size, min(n, (g + 1) * size))
-        lower = reference.cholesky(np.ascontiguousarray(h[part, part]))
-        assert lower is not None
-        factor = unit_factor(lower)
-        factors[g].reshape(-1)[: factor.size] = factor.ravel()
-        pivots[part] = np.square(np.diag(lower))
-        expected.append(reference.search_scales(w[:, part], factor, pivots[part], multipliers, 4))
-    scales, errors = kernels.search_scales(tiled(w), size, factors, pivots, multipliers, bits=4, threads=2)
+        unit, pivots[part] = factored(np.ascontiguousarray(h[part, part]))
+        factors[g].reshape(-1)[: unit.size] = mirrored(unit).ravel()
+        expected.append(reference.search_scales(w[:, part], unit if fed_back else None, pivots[part], multipliers, 4))
+    scales, errors = kernels.search_scales(
+        tiled(w), size, factors if fed_back else None, pivots, multipliers, bits=4, threads=2
+    )
     assert np.array_equal(untiled(scales).view(np.uint16), np.stack([s for s, _ in expected], 1).view(np.uint16))
     assert np.array_equal(untiled(errors), np.stack([e for _, e in expected], 1))
     assert (untiled(scales)[5] == 0).all()
@@ -163,13 +200,11 @@ def test_search_of_scales(tier: str, n: int, size: int) -> None:
 
 def test_error_of_the_search_is_the_output_error() -> None:
     h, n = moments(12), 12
-    lower = reference.cholesky(h)
-    assert lower is not None
-    factor, pivots = unit_factor(lower), np.square(np.diag(lower)).astype(np.float32)
+    unit, pivots = factored(h)
     w = np.random.default_rng(4).standard_normal((8, n)).astype(np.float32)
-    scales, errors = reference.search_scales(w, factor, pivots, np.array([1, 0.9, -0.9], np.float32), 4)
+    scales, errors = reference.search_scales(w, unit, pivots, np.array([1, 0.9, -0.9], np.float32), 4)
     wide = np.repeat(scales.astype(np.float32)[:, None], n, axis=1)
-    e = w - reference.round_with_feedback(w, wide, factor, 4) * wide
+    e = w - reference.round_with_feedback(w, wide, unit, 4) * wide
     np.testing.assert_allclose(np.einsum("ri,ij,rj->r", e, h, e), errors, rtol=1e-3)
 
 
@@ -182,8 +217,7 @@ def test_feedback_against_every_assignment_of_codes() -> None:
         h = moments(n, seed)
         order = np.argsort(np.diag(h))
         h = np.ascontiguousarray(h[np.ix_(order, order)])
-        lower = reference.cholesky(h)
-        assert lower is not None
+        unit, _ = factored(h)
         w = (np.random.default_rng(seed).standard_normal((1, n)) * 0.6).astype(np.float32)
         wide = np.full_like(w, scale)
 
@@ -192,7 +226,7 @@ def test_feedback_against_every_assignment_of_codes() -> None:
             return float(np.einsum("ri,ij,rj->r", e, h, e).min())
 
         least, nearest = error(codes), error(reference.code_of(w, wide, 4))
-        fed = error(reference.round_with_feedback(w, wide, unit_factor(lower), 4))
+        fed = error(reference.round_with_feedback(w, wide, unit, 4))
         assert least <= fed * (1 + 1e-5)
         better += fed < nearest
         assert fed <= 4 * nearest
@@ -210,10 +244,9 @@ def test_feedback_follows_the_textbook_recipe_with_the_inverse() -> None:
         textbook[:, j] = np.clip(np.rint(left[:, j] / scale), -8, 7)
         e = (left[:, j] - textbook[:, j] * scale) / upper[j, j]
         left[:, j:] -= np.outer(e, upper[j, j:])
-    lower = reference.cholesky(np.ascontiguousarray(h[::-1, ::-1]))
-    assert lower is not None
+    unit, _ = factored(np.ascontiguousarray(h[::-1, ::-1]))
     wide = np.full_like(w, scale)
-    q = reference.round_with_feedback(np.ascontiguousarray(w[:, ::-1]), wide, unit_factor(lower), 4)[:, ::-1]
+    q = reference.round_with_feedback(np.ascontiguousarray(w[:, ::-1]), wide, unit, 4)[:, ::-1]
     assert np.mean(q != textbook) < 0.01  # float32 against float64: a tie may fall to the other side
 
 

@@ -36,13 +36,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def second(x: Any) -> Any:
+    """Moments of rows."""
+    return (x.T @ x / len(x)).astype(np.float32)
+
+
 def problem(n_rows: int, n_columns: int, *, seed: int = 0) -> tuple[Any, Inputs, Any]:
     """Weights, moments of correlated inputs with a mean, and the held-out inputs themselves."""
     rng = np.random.default_rng(seed)
     mix, mean = rng.standard_normal((n_columns, n_columns)), 2 * rng.standard_normal(n_columns)
     fit, held_out = ((rng.standard_normal((n, n_columns)) @ mix + mean) for n in (8 * n_columns, 2 * n_columns))
     w = rng.standard_normal((n_rows, n_columns)).astype(np.float32)
-    return w, Inputs(*(x.T @ x / len(x) for x in (fit, held_out))), held_out
+    return w, Inputs(*(second(x) for x in (fit, held_out))), held_out
 
 
 def restored(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
@@ -79,8 +84,8 @@ def test_outputs_of_other_inputs_are_aimed_at() -> None:
         xs.append(x.astype(np.float64))
         missing.append((y - x) @ w.T.astype(np.float64) + 0.2 * x[:, :20])
     lacks = [(m.T @ x / len(x)).astype(np.float32) for m, x in zip(missing, xs, strict=True)]
-    inputs, lack = Inputs(*(x.T @ x / len(x) for x in xs)), Lack(*lacks)
-    expected = np.linalg.solve(inputs.damped, lack.fit.T.astype(np.float64)).T
+    inputs, lack = Inputs(*(second(x) for x in xs)), Lack(*lacks)
+    expected = np.linalg.solve(inputs.damped.astype(np.float64), lack.fit.T.astype(np.float64)).T
     np.testing.assert_allclose(inputs.solve(lack.fit), expected, rtol=1e-3, atol=1e-4)
 
     def error(s: Any) -> Any:  # on the tokens held out
@@ -97,7 +102,7 @@ def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
     w, inputs, _ = problem(16, 64)
     direction = np.zeros(64)
     direction[:2] = 1
-    misleading = Inputs(np.outer(direction, direction) * 1e6, inputs.held_out)
+    misleading = Inputs((np.outer(direction, direction) * 1e6).astype(np.float32), inputs.held_out)
     rtn = solve(w, misleading, int4(32), "rtn")
     assert solve(w, misleading, int4(32), "gptq").error <= rtn.error
 
@@ -110,7 +115,7 @@ def test_damping_is_tuned_to_the_tokens_held_out() -> None:
     chosen = {}
     for n in (60, 60000):
         fit, held_out = (rng.standard_normal((m, 96)) @ mix for m in (n, 20000))
-        inputs = Inputs(fit.T @ fit / n, held_out.T @ held_out / 20000)
+        inputs = Inputs(second(fit), second(held_out))
         tuned = inputs.tuned(w, int4(32), None)
         chosen[n] = tuned.damping_percent
         losses = {}
@@ -127,7 +132,7 @@ def test_channels_that_are_never_active() -> None:
         h[:, 5] = h[5, :] = 0
         h[:, 32:] = h[32:, :] = 0
     assert solve(w, inputs, int4(32), "best").error < 0.02
-    nothing = Inputs(np.zeros((64, 64)), np.zeros((64, 64)))
+    nothing = Inputs(*np.zeros((2, 64, 64), np.float32))
     s = solve(w, nothing, int4(32), "gptq")
     assert s.error == 0
     np.testing.assert_allclose(restored(s, int4(32), w.shape), w, atol=0.35)
@@ -136,13 +141,13 @@ def test_channels_that_are_never_active() -> None:
 def test_moments_of_deficient_rank() -> None:
     w, _, _ = problem(16, 64)
     x = np.random.default_rng(0).standard_normal((3, 64))
-    h = x.T @ x / 3
+    h = second(x)
     assert solve(w, Inputs(h, h), int4(32), "gptq").error < 0.01
 
 
 def test_output_error_is_a_trace() -> None:
     w, inputs, _ = problem(2000, 24)
-    expected = np.trace(w.astype(np.float64) @ inputs.held_out @ w.T.astype(np.float64))
+    expected = np.trace(w.astype(np.float64) @ inputs.held_out.astype(np.float64) @ w.T.astype(np.float64))
     found = [output_error(w, inputs.held_out, threads=threads) for threads in (1, 2)]
     assert found[0] == found[1]
     np.testing.assert_allclose(found[0], expected, rtol=1e-5)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from w4conv.quantization.reference_gptq import code_of
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 # What each method tries; the one with the least error on the held-out tokens stays, the earlier of equals.
@@ -40,7 +39,7 @@ TUNED_ROWS: Final = 128  # of a matrix, on which that is done
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
 MULTIPLIERS: Final = tuple(sign * (100 - 5 * i) / 100 for i in range(9) for sign in (1, -1))
 REFINEMENTS: Final = 2  # rounds, after which little is to be gained
-JUDGED_ROWS: Final = 1024  # of a matrix, spread over it, on which candidates are compared
+JUDGED_ROWS: Final = 256  # of a matrix, spread over it, on which candidates are compared
 
 
 class ScaleError(ValueError):
@@ -55,38 +54,64 @@ class Inputs:
     """Second moments of the inputs of some matrices, and what follows from them alone."""
 
     def __init__(
-        self, fit: F64Array, held_out: F64Array, *, damping_percent: int = 30, threads: int | None = None
-    ) -> None:
-        """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by."""
+        self, fit: F32Array, held_out: F32Array, *, damping_percent: int = 30, threads: int | None = None,
+        ordered: F32Array | None = None,
+    ) -> None:  # fmt: skip
+        """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by.
+
+        ordered: `fit` in `order`, when it is there already.
+        """
         self.fit, self.held_out, self.damping_percent = fit, held_out, damping_percent
         # Of columns: the largest mean square last, which is rounded first.
         self.order = np.argsort(np.diag(fit), kind="stable")
         self._threads = threads
+        self._ordered = fit[self.order][:, self.order] if ordered is None else ordered
+        self._by_size: dict[int, GroupFactors] = {}
 
     @functools.cached_property
-    def damped(self) -> F64Array:
-        """`fit` with damping; channels that were never active get the mean as their own."""
-        return damp(self.fit, self.damping_percent, threads=self._threads)
+    def _factored(self) -> tuple[F32Array, F32Array, F32Array]:
+        """The damped diagonal; in `order`, the factor of the damped moments, and its pivots.
+
+        Damping is added to the diagonal, or the diagonal's mean alone where it is 0: channels that were never active.
+        """
+        diagonal = np.diag(self.fit)
+        mean = diagonal.mean(dtype=np.float64) or 1.0
+        damping = np.where(diagonal > 0, mean * self.damping_percent / 100, mean)
+        damped, factor, pivots = _factored(self._ordered, damping[self.order], self._threads)
+        return damped[np.argsort(self.order)], factor, pivots
+
+    @property
+    def factor(self) -> F32Array:
+        return self._factored[1]
 
     @functools.cached_property
-    def factor(self) -> tuple[F32Array, F32Array]:
-        """(M, pivots) of the damped moments in `order`."""
-        return self.factor_of(self.order)
+    def damped(self) -> F32Array:
+        out = self.fit.copy()
+        np.fill_diagonal(out, self._factored[0])
+        return out
 
-    def factor_of(self, columns: npt.NDArray[np.intp]) -> tuple[F32Array, F32Array]:
-        """(M, pivots) of the damped moments of some columns (reference_gptq.py)."""
-        a = self.damped[np.ix_(columns, columns)]
-        kernels.cholesky(a, threads=self._threads)
-        lengths = np.diag(a).copy()
-        a /= lengths
-        return a.astype(np.float32), np.square(lengths).astype(np.float32)
+    def groups(self, size: int) -> GroupFactors:
+        """What a search of the scales of groups of `size` columns looks at."""
+        if size not in self._by_size:
+            n, damping = len(self.fit), self._factored[0] - np.diag(self.fit)
+            order, pivots = np.arange(n), np.empty(n, np.float32)
+            factors = np.zeros((-(-n // size), size, size), np.float32)
+            for g in range(len(factors)):
+                part = slice(g * size, min(n, (g + 1) * size))
+                columns = order[part] = part.start + np.argsort(np.diag(self.fit)[part], kind="stable")
+                _, factor, pivots[part] = _factored(self.fit[np.ix_(columns, columns)], damping[columns], self._threads)
+                factors[g].reshape(-1)[: factor.size] = factor.ravel()
+            self._by_size[size] = GroupFactors(order, factors, pivots)
+        return self._by_size[size]
 
     def tuned(self, w: F32Array, scheme: QuantScheme, lack: Lack | None) -> Inputs:
         """With the damping that serves some rows of w best on the tokens held out."""
         rows = _spread(len(w), TUNED_ROWS)
         best, least = self, np.inf
         for percent in DAMPING_PERCENTS:
-            other = Inputs(self.fit, self.held_out, damping_percent=percent, threads=self._threads)
+            other = Inputs(
+                self.fit, self.held_out, damping_percent=percent, threads=self._threads, ordered=self._ordered
+            )
             problem = _Problem(w[rows], other, lack and lack.at(rows), scheme, self._threads)
             if (loss := problem.loss(problem.run("gptq"))) < least:
                 best, least = other, loss
@@ -94,18 +119,22 @@ class Inputs:
 
     def solve(self, b: F32Array) -> F32Array:
         """x of x (fit + damping) = b, rows of (n_rows, n_columns)."""
-        # With M D M^T the factored moments: v M^T = b, u = v / D, x M = u. The first with all orders turned around.
-        factor, pivots = self.factor
-        backwards = self.order[::-1]
-        v = self._substitute(b[:, backwards], np.ascontiguousarray(factor.T[::-1, ::-1]))
+        _, factor, pivots = self._factored
         x = np.empty_like(b)
-        x[:, self.order] = self._substitute(v[:, ::-1] / pivots, factor)
+        tiles = tiled(b[:, self.order])
+        kernels.solve_rows(tiles, factor, pivots, threads=self._threads)
+        x[:, self.order] = untiled(tiles, len(b))
         return x
 
-    def _substitute(self, b: F32Array, factor: F32Array) -> F32Array:
-        tiles = tiled(b)
-        kernels.substitute(tiles, factor, threads=self._threads)
-        return untiled(tiles, len(b))
+
+@dataclass(frozen=True, slots=True)
+class GroupFactors:
+    """order: of the columns, inside their groups; factors: (n_groups, size, size) of their damped moments in that
+    order; pivots: (n_columns,)."""
+
+    order: npt.NDArray[np.intp]
+    factors: F32Array | None
+    pivots: F32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +149,7 @@ class Lack:
 
     def of(self, w: F32Array, *, threads: int | None = None) -> Lack:
         """For the outputs of w, if this is for what w reads: (n_columns, n_columns)."""
-        fit, held_out = (
-            kernels.product(w, np.ascontiguousarray(a.T), threads=threads) for a in (self.fit, self.held_out)
-        )
+        fit, held_out = (_product(w, a, threads) for a in (self.fit, self.held_out))
         return Lack(fit, held_out)
 
 
@@ -221,18 +248,11 @@ class _Problem:
         """Scales by the error of nearest codes weighted by the inputs' mean squares; `whole`: by the whole output error
         of the group rounded with feedback."""
         n, size = self._w.shape[1], self._size
-        factors = np.zeros((self._group[-1] + 1, size, size), np.float32)
-        pivots = np.diag(self._inputs.fit).astype(np.float32)
-        order = np.arange(n)
-        if whole:
-            for g in range(len(factors)):
-                part = slice(g * size, min(n, (g + 1) * size))
-                order[part] = part.start + np.argsort(pivots[part], kind="stable")
-                factor, pivots[part] = self._inputs.factor_of(order[part])
-                factors[g].reshape(-1)[: factor.size] = factor.ravel()
+        pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
+        groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, pivots)
         scales, errors = kernels.search_scales(
-            np.ascontiguousarray(tiles[:, order]), size, factors, pivots, multipliers, bits=self._scheme.bits,
-            threads=self._threads,
+            np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
+            bits=self._scheme.bits, threads=self._threads,
         )  # fmt: skip
         if np.isinf(errors).any():
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()
@@ -247,13 +267,13 @@ class _Problem:
         q = np.empty(tiles.shape, np.int8)
         q[:, order] = kernels.round_with_feedback(
             np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32),
-            self._inputs.factor[0], bits=self._scheme.bits, threads=self._threads,
+            self._inputs.factor, bits=self._scheme.bits, threads=self._threads,
         )  # fmt: skip
         return _Rounding(q, scales)
 
     def _refined(self, tiles: F32Array, r: _Rounding) -> _Rounding:
         kernels.refine(
-            tiles, r.q, r.scales, self._inputs.damped.astype(np.float32), self._size, bits=self._scheme.bits,
+            tiles, r.q, r.scales, self._inputs.damped, self._size, bits=self._scheme.bits,
             n_rounds=REFINEMENTS, threads=self._threads,
         )  # fmt: skip
         return r
@@ -263,26 +283,33 @@ class _Problem:
         return np.repeat(scales.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
 
 
-def damp(h: F64Array, percent: int, *, threads: int | None = None) -> F64Array:
-    """h plus so much of its diagonal's mean that it has a Cholesky factor; the mean alone where the diagonal is 0."""
-    diagonal = np.diag(h)
-    mean = float(diagonal.mean()) or 1.0
-    damping = mean * percent / 100
+def _factored(
+    h: F32Array, damping: npt.NDArray[np.floating[Any]], threads: int | None
+) -> tuple[F32Array, F32Array, F32Array]:
+    """The diagonal of h with damping, ten times as much after each failure; factor and pivots of h with that."""
     while True:
-        out = h.copy()
-        np.fill_diagonal(out, diagonal + np.where(diagonal > 0, damping, mean))
-        if kernels.cholesky(out.copy(), threads=threads) < 0:
-            return out
-        damping *= 10
+        factor = h.copy()
+        damped = (np.diag(h) + damping).astype(np.float32)
+        np.fill_diagonal(factor, damped)
+        pivots = kernels.factor(factor, threads=threads)
+        if not isinstance(pivots, int):
+            return damped, factor, pivots
+        damping = damping * 10
 
 
-def output_error(e: F32Array, h: F64Array, *, threads: int | None = None) -> float:
+def output_error(e: F32Array, h: F32Array, *, threads: int | None = None) -> float:
     """trace(e h e^T), e (n_rows, n_columns); the same bits for any threads."""
-    products = kernels.product(e, h.astype(np.float32), threads=threads).astype(np.float64) * e
-    return _sum(products)
+    return _sum(_product(e, h, threads).astype(np.float64) * e)
 
 
-def _sum(values: F64Array) -> float:
+def _product(a: F32Array, b: F32Array, threads: int | None) -> F32Array:
+    """a (m, k) times b (k, n)."""
+    out = np.zeros((len(a), b.shape[1]), np.float32)
+    kernels.add_products(np.ascontiguousarray(a.T), b, out, threads=threads)
+    return out
+
+
+def _sum(values: npt.NDArray[np.float64]) -> float:
     """Of a matrix, in a fixed order: cumsum adds in order, sum as it likes."""
     return float(np.cumsum(np.cumsum(values, axis=1)[:, -1])[-1])
 

@@ -8,37 +8,37 @@ import numpy.typing as npt
 from w4conv import kernels
 
 F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 
-_COLUMNS = 512  # of a product at a time: what lies above the diagonal is mostly left out
+_COLUMNS = 512  # mirrored at a time
 
 
 class Moments:
     """H = sum over tokens of x x^T, (n_columns, n_columns); the same bits on every ISA tier and for any threads.
 
-    Products of one block of tokens are float32 sums; blocks are added in float64. Give blocks of some hundred tokens.
+    The products of one block of tokens are added up before they are added to those of the blocks before. Give blocks of
+    some hundred tokens.
     """
 
     def __init__(self, n_columns: int) -> None:
         self.n_tokens = 0
-        self._lower = np.zeros((n_columns, n_columns))
+        self._upper = np.zeros((n_columns, n_columns), np.float32)
 
     def add(self, x: F32Array, *, threads: int | None = None) -> None:
         """x: (n_tokens, n_columns), the next tokens."""
-        transposed = np.ascontiguousarray(x.T)
-        n = len(transposed)
-        for start in range(0, n, _COLUMNS):
-            end = min(start + _COLUMNS, n)
-            self._lower[start:, start:end] += kernels.product(
-                transposed[start:], transposed[start:end], threads=threads
-            )
+        x = np.ascontiguousarray(x)
+        kernels.add_products(x, x, self._upper, upper=True, threads=threads)
         self.n_tokens += len(x)
 
-    def matrix(self) -> F64Array:
-        """Mean over the tokens of x x^T, symmetric."""
-        lower = np.tril(self._lower) / max(self.n_tokens, 1)
-        lower += np.tril(lower, -1).T
-        return lower
+    def matrix(self) -> F32Array:
+        """Mean over the tokens of x x^T, symmetric; nothing can be added any more."""
+        h = self._upper
+        h /= np.float32(max(self.n_tokens, 1))
+        for start in range(0, len(h), _COLUMNS):
+            part = slice(start, start + _COLUMNS)
+            square = np.triu(h[part, part])
+            h[part, part] = square + np.triu(square, 1).T
+            h[part.stop :, part] = h[part, part.stop :].T
+        return h
 
 
 class CrossMoments:
@@ -46,13 +46,13 @@ class CrossMoments:
 
     def __init__(self, n_rows: int, n_columns: int) -> None:
         self.n_tokens = 0
-        self._sum = np.zeros((n_rows, n_columns))
+        self._sum = np.zeros((n_rows, n_columns), np.float32)
 
     def add(self, y: F32Array, x: F32Array, *, threads: int | None = None) -> None:
         """y: (n_tokens, n_rows) and x: (n_tokens, n_columns) of the next tokens."""
-        self._sum += kernels.product(np.ascontiguousarray(y.T), np.ascontiguousarray(x.T), threads=threads)
+        kernels.add_products(np.ascontiguousarray(y), np.ascontiguousarray(x), self._sum, threads=threads)
         self.n_tokens += len(x)
 
     def matrix(self) -> F32Array:
         """Mean over the tokens of y x^T."""
-        return (self._sum / max(self.n_tokens, 1)).astype(np.float32)
+        return self._sum / np.float32(max(self.n_tokens, 1))

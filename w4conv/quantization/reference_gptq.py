@@ -1,10 +1,12 @@
 """Calibrated rounding in numpy: the definitions that native code equals bit for bit.
 
 Notation: W (n_rows, n_columns) weights, H = X^T X the second moments of the inputs. The error of a rounding W' is
-sum over rows of e H e^T, e = w - w'. With H = L L^T and M = L / diag(L) (unit lower triangle), that error is
-sum_j d_j (e M)_j^2, d_j = L_jj^2. Going through the columns from the last to the first, column j is therefore best
-rounded at w_j + sum_{k > j} e_k M_kj: the solution of GPTQ (Frantar et al. 2022) in the form of QuIP's LDLQ (Chee et
-al. 2023), which needs no inverse of H. Columns are brought into an order in which the last matter most.
+sum over rows of e H e^T, e = w - w'. With H = U^T D U, U unit upper triangular, that error is sum_j d_j (e U^T)_j^2.
+Going through the columns from the last to the first, column j is therefore best rounded at w_j + sum_{k > j} e_k U_jk:
+the solution of GPTQ (Frantar et al. 2022) in the form of QuIP's LDLQ (Chee et al. 2023), which needs no inverse of H.
+Columns are brought into an order in which the last matter most.
+
+All sums are chains of fused multiply-adds in float32, in the order in which they stand here.
 """
 
 from __future__ import annotations
@@ -15,18 +17,52 @@ import numpy.typing as npt
 F32Array = npt.NDArray[np.float32]
 
 
-def cholesky(a: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | None:
-    """Lower factor of a symmetric matrix (n, n); None where a pivot is not positive."""
+def fma(a: F32Array | np.float32, b: F32Array | np.float32, c: F32Array | np.float32) -> F32Array:
+    """a * b + c, rounded once."""
+    product, addend = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)  # exact
+    total = np.asarray(product + addend)
+    shift = total - product
+    lost = (product - (total - shift)) + (addend - shift)  # what rounding to float64 took off (Knuth)
+    # Rounding to odd instead lets the rounding to float32 fall as if it had been the only one (Boldo and Melquiond).
+    even = (total.view(np.int64) & 1) == 0
+    odd = np.where((lost != 0) & even, np.nextafter(total, np.where(lost > 0, np.inf, -np.inf)), total)
+    return odd.astype(np.float32)
+
+
+def factor(a: F32Array) -> tuple[F32Array, F32Array] | None:
+    """U (n, n) and the diagonal of D, (n,), of a symmetric matrix; None where a pivot is not positive."""
     n = len(a)
-    left, out = np.tril(a), np.zeros_like(a)
+    left, unit, pivots = np.triu(a), np.eye(n, dtype=np.float32), np.empty(n, np.float32)
     for k in range(n):
-        if not left[k, k] > 0:
+        pivots[k] = left[k, k]
+        if not pivots[k] > 0:
             return None
-        out[k, k] = np.sqrt(left[k, k])
-        out[k + 1 :, k] = left[k + 1 :, k] / out[k, k]
-        for j in range(k + 1, n):
-            left[j:, j] -= out[j:, k] * out[j, k]
-    return out
+        unit[k, k + 1 :] = left[k, k + 1 :] / pivots[k]
+        for i in range(k + 1, n):
+            left[i, i:] = fma(-unit[k, i], left[k, i:], left[i, i:])
+    return unit, pivots
+
+
+def products(a: F32Array, b: F32Array, out: F32Array) -> None:
+    """out (m, n) += a^T b, a (n_k, m), b (n_k, n): the sum of the products first."""
+    total = np.zeros_like(out)
+    for row_a, row_b in zip(a, b, strict=True):
+        total = fma(row_a[:, None], row_b, total)
+    out += total
+
+
+def solve(b: F32Array, unit: F32Array, pivots: F32Array) -> F32Array:
+    """x of x H = b for rows b (n_rows, n_columns); unit, pivots: of H."""
+    n = b.shape[1]
+    x, fed = b.copy(), np.zeros_like(b)
+    for j in range(n):
+        x[:, j] -= fed[:, j]
+        fed[:, j + 1 :] = fma(x[:, j, None], unit[j, j + 1 :], fed[:, j + 1 :])
+    x, fed = x / pivots, np.zeros_like(b)
+    for j in reversed(range(n)):
+        x[:, j] -= fed[:, j]
+        fed[:, :j] = fma(x[:, j, None], unit[:j, j], fed[:, :j])
+    return x
 
 
 def code_of(x: F32Array, scale: F32Array, bits: int) -> F32Array:
@@ -37,71 +73,69 @@ def code_of(x: F32Array, scale: F32Array, bits: int) -> F32Array:
     return np.where(scale == 0, np.float32(0), q).astype(np.float32)
 
 
-def round_with_feedback(w: F32Array, scales: F32Array, factor: F32Array, bits: int) -> npt.NDArray[np.int8]:
-    """Codes (n_rows, n_columns) of w; scales: of each value, as w; factor: M (n_columns, n_columns)."""
+def round_with_feedback(w: F32Array, scales: F32Array, unit: F32Array, bits: int) -> npt.NDArray[np.int8]:
+    """Codes (n_rows, n_columns) of w; scales: of each value, as w; unit: U (n_columns, n_columns)."""
     fed, q = np.zeros_like(w), np.zeros_like(w)
     for j in reversed(range(w.shape[1])):
         q[:, j] = code_of(w[:, j] + fed[:, j], scales[:, j], bits)
         error = w[:, j] - q[:, j] * scales[:, j]
-        fed[:, :j] += error[:, None] * factor[j, :j]
+        fed[:, :j] = fma(error[:, None], unit[:j, j], fed[:, :j])
     return q.astype(np.int8)
-
-
-def substitute(x: F32Array, factor: F32Array) -> F32Array:
-    """y of y M = x for rows x (n_rows, n_columns); factor: M, unit lower triangular."""
-    y, fed = x.copy(), np.zeros_like(x)
-    for j in reversed(range(x.shape[1])):
-        y[:, j] -= fed[:, j]
-        fed[:, :j] += y[:, j, None] * factor[j, :j]
-    return y
 
 
 def refine(
     w: F32Array, q: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], h: F32Array, size: int, bits: int,
     n_rounds: int,
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:  # fmt: skip
-    """Better codes (n_rows, n_columns) and scales (n_rows, n_groups) for w, groups of `size` columns.
+    """Codes (n_rows, n_columns) and scales (n_rows, n_groups) better than they were, of groups of `size` columns.
 
-    Descent by coordinates on e h e^T, e = w - q scale, whose slope along column k is (e h)_k: in each round every scale
-    takes its best value given all else, rounded to FP16 (as it was where that is no finite value but 0); then every
-    code, from the last to the first. h: symmetric, its diagonal positive.
+    Descent by coordinates on e h e^T, e = w - q scale, whose slope along column k is (e h)_k. In each round, group by
+    group: the scale takes its best value given all else, rounded to FP16 (as it was where that is no finite value but
+    0); then each code its best one, from the last to the first. h: symmetric, its diagonal positive.
     """
     n = w.shape[1]
-    code, scale, groups = q.astype(np.float32), scales.astype(np.float32), np.arange(n) // size
-    slope, error = np.zeros_like(w), w - code * scale[:, groups]
-    for j in reversed(range(n)):
-        slope += error[:, j, None] * h[j]
-    for _ in range(n_rounds):
-        for g in range(scale.shape[1]):
-            columns = np.flatnonzero(groups == g)
-            along = np.zeros_like(w)
-            for j in columns[::-1].tolist():
-                along += code[:, j, None] * h[j]
+    code, scale = q.astype(np.float32), scales.astype(np.float32)
+    slope = np.zeros_like(w)
+
+    def add(errors: F32Array, start: int, n_columns: int = n) -> None:
+        """errors: of columns from `start` on; the last comes first."""
+        for j in reversed(range(errors.shape[1])):
+            slope[:, :n_columns] = fma(errors[:, j, None], h[start + j, :n_columns], slope[:, :n_columns])
+
+    add(w - code * np.repeat(scale, size, axis=1)[:, :n], 0)
+    for n_left in reversed(range(n_rounds)):
+        for g in reversed(range(scale.shape[1])):
+            part = slice(g * size, min((g + 1) * size, n))
+            own, of, before = h[part, part], code[:, part], scale[:, g]
+            near, along = slope[:, part].copy(), np.zeros_like(of)
+            for j in reversed(range(of.shape[1])):
+                along = fma(of[:, j, None], own[j], along)
             gain, curvature = np.zeros(len(w), np.float32), np.zeros(len(w), np.float32)
-            for j in columns.tolist():
-                gain += code[:, j] * slope[:, j]
-                curvature += code[:, j] * along[:, j]
+            for j in range(of.shape[1]):
+                gain, curvature = fma(of[:, j], near[:, j], gain), fma(of[:, j], along[:, j], curvature)
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                best = (scale[:, g] + gain / curvature).astype(np.float16).astype(np.float32)
-            best = np.where((curvature > 0) & np.isfinite(best) & (best != 0), best, scale[:, g])
-            slope += (scale[:, g] - best)[:, None] * along
+                best = (before + gain / curvature).astype(np.float16).astype(np.float32)
+            best = np.where((curvature > 0) & np.isfinite(best) & (best != 0), best, before)
+            near = fma((before - best)[:, None], along, near)
+            changed = of * before[:, None]
+            for j in reversed(range(of.shape[1])):
+                new = code_of(of[:, j] * best + near[:, j] / own[j, j], best, bits)
+                near[:, :j] = fma(((of[:, j] - new) * best)[:, None], own[j, :j], near[:, :j])
+                of[:, j] = new
             scale[:, g] = best
-        for j in reversed(range(n)):
-            of_j = scale[:, groups[j]]
-            best = code_of(code[:, j] * of_j + slope[:, j] / h[j, j], of_j, bits)
-            slope += ((code[:, j] - best) * of_j)[:, None] * h[j]
-            code[:, j] = best
+            changed -= of * best[:, None]
+            add(changed, part.start, n if n_left else part.start)  # at last, only what is still to come matters
     return code.astype(np.int8), scale.astype(np.float16)
 
 
 def search_scales(
-    w: F32Array, factor: F32Array, pivots: F32Array, multipliers: F32Array, bits: int
+    w: F32Array, unit: F32Array | None, pivots: F32Array, multipliers: F32Array, bits: int
 ) -> tuple[npt.NDArray[np.float16], F32Array]:
     """Scale of one group (n_rows, n) and its error, each (n_rows,).
 
     Of the candidates base * multiplier, base being the scale of round-to-nearest before it is rounded to FP16, the
-    first with the least sum_j pivots[j] r_j^2; r_j is what is left of column j when the group is rounded with feedback.
-    Candidates beyond FP16 are left out.
+    first with the least sum_j pivots[j] r_j^2; r_j is what is left of column j when the group is rounded with feedback,
+    or to the nearest code, without `unit`. Candidates beyond FP16 are left out.
     """
     largest, smallest = w.max(axis=1), w.min(axis=1)
     base = np.where(largest > -smallest, largest, smallest) / np.float32(-(1 << (bits - 1)))
@@ -115,8 +149,9 @@ def search_scales(
         for j in reversed(range(w.shape[1])):
             wanted = w[:, j] + fed[:, j]
             restored = code_of(wanted, scale, bits) * scale
-            error += (wanted - restored) * (wanted - restored) * pivots[j]
-            fed[:, :j] += (w[:, j] - restored)[:, None] * factor[j, :j]
+            error = fma((wanted - restored) * (wanted - restored), pivots[j], error)
+            if unit is not None:
+                fed[:, :j] = fma((w[:, j] - restored)[:, None], unit[:j, j], fed[:, :j])
         better = (error < least) & finite
         best[better], least[better] = scale[better], error[better]
     best[best == 0] = 0

@@ -17,8 +17,9 @@ constexpr int kGemmTiles = 4;                 // tiles whose block of columns a 
 constexpr int kKeyTile = 16;                  // keys stored together in the K cache
 constexpr int kKeySpan = 256;                 // keys at fixed positions whose softmax is made by itself (numerics.md 5)
 constexpr int kKeyStep = 64;                  // keys whose scores a kernel may form together; K caches hold whole steps
-
-constexpr int kCholeskyPanel = 32;  // columns of a Cholesky factor made together
+constexpr int kChunkRows = 4 * kTileRows;     // rows of a matrix that are rounded side by side
+constexpr int kPanel = 48;                    // columns of a matrix of floats packed together for products
+constexpr int kFactorBlock = 2 * kPanel;      // rows of a factor made together
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -218,16 +219,18 @@ struct Kernels {
   RowDifference (*compare_rows)(const float* x, const float* y, int64_t n, int64_t group_size, double* signal, double* noise,
                                 double* cross);
 
-  // Calibrated rounding (calibrated.inc.h).
-  void (*round_with_feedback)(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,
-                              float top, int8_t* q, float* acc);
-  void (*substitute)(float* x, int64_t n, const float* factor, float* acc);
-  void (*refine)(const float* w, int64_t n, int64_t group_size, const float* h, float top, int n_rounds, uint16_t* scales,
-                 int8_t* q, float* scratch);
+  // Calibrated rounding, of a chunk of n_rows (up to kChunkRows, a multiple of 16) rows (calibrated.inc.h).
+  void (*round_with_feedback)(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
+                              int64_t n_groups, const float* factor, float top, int8_t* q, float* acc);
+  void (*solve_rows)(float* x, int64_t n, int64_t n_rows, const float* factor, const float* pivots, float* acc);
+  void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, float top, int n_rounds,
+                 uint16_t* scales, int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
                         int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc);
-  int64_t (*cholesky_rows)(double* a, int64_t n, int64_t first, int64_t width, int64_t row_begin, int64_t row_end,
-                           bool diagonal, double* panel);
+  // Products of panels, and the parts of a factor that are not such products.
+  void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
+  int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);
+  void (*factor_panel)(const float* block, int64_t n, int64_t n_rows, const float* pivots, float* raw, float* unit);
 
   // Reads nbytes (a multiple of 64, aligned to 4) and returns a word that depends on all of them: the ceiling of decode.
   uint32_t (*read)(const void* data, int64_t nbytes);

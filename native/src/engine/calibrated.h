@@ -1,28 +1,35 @@
-// Calibrated rounding over whole matrices: tiles and rows shared out to the threads, the same bits for any number of them.
+// Calibrated rounding over whole matrices: blocks and chunks of rows shared out to the threads, the same bits for any number
+// of them.
 #pragma once
 #include "engine/pool.h"
 #include "w4conv/kernels.h"
 
 namespace w4conv {
 
-// Lower Cholesky factor of a [n][n] in place of its lower triangle; the rest is left in an unspecified state. Returns the
-// first column whose pivot is not positive, or -1.
-int64_t cholesky(const Kernels& kernels, Pool& pool, double* a, int64_t n);
+// out [m][n] += a^T b, a [n_k][m], b [n_k][n], the sum of the products first. With `upper`, where m is n, only what lies on
+// and above the diagonal, and some below it.
+void products(const Kernels& kernels, Pool& pool, const float* a, const float* b, int64_t n_k, int64_t m, int64_t n,
+              bool upper, float* out);
+
+// a [n][n] = U^T D U of which the upper triangle is read; becomes U and its transpose around the diagonal of ones, D the
+// pivots [n]. Returns the first column whose pivot is not positive, and a is of no use then, or -1.
+int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* pivots);
 
 // w [n_tiles][n][16] -> q [n_tiles][n][16]; scales [n_tiles][n_groups][16], factor [n][n] (docs in calibrated.inc.h).
 void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
                          const int32_t* group, const float* scales, int64_t n_groups, const float* factor, float top,
                          int8_t* q);
 
-// x [n_tiles][n][16] := the y of y M = x, M [n][n] unit lower triangular.
-void substitute(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, int64_t n, const float* factor);
+// x [n_tiles][n][16] := the y of y H = x, of which factor and pivots are given.
+void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, int64_t n, const float* factor,
+                const float* pivots);
 
 // Codes q [n_tiles][n][16] and FP16 scales [n_tiles][n_groups][16] made better; h [n][n].
 void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
             const float* h, float top, int n_rounds, uint16_t* scales, int8_t* q);
 
 // w [n_tiles][n][16], groups of group_size columns; factors [n_groups][group_size][group_size] (the last group uses its own
-// width as stride), pivots [n] -> scales and errors [n_tiles][n_groups][16].
+// width as stride) or null, pivots [n] -> scales and errors [n_tiles][n_groups][16].
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
                    const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers, float top,
                    uint16_t* scales, float* errors);

@@ -1,6 +1,65 @@
-// Rounding that is calibrated on activations. A tile here is 16 rows side by side: column k is the 16 floats at k * 16.
-// No product is contracted into an FMA, so that numpy's float32 and float64 give the same bits
-// (w4conv/quantization/gptq.py and search.py are the definitions).
+// Rounding that is calibrated on activations (w4conv/quantization/reference_gptq.py is the definition). Every sum is a chain
+// of fused multiply-adds, made by one inner kernel; only where each output needs the one before it is there other code.
+//
+// A chunk is up to kChunkRows rows side by side: in scratch memory, column k is the floats at k * kChunkRows. Weights and
+// codes stay in tiles [n][16], one after another.
+
+// c[r][v] = fma(a[r], b[v], c[r][v]) for each of n_k steps; with kMinus a is negated. c_row: floats from row to row.
+template <bool kMinus, int kRows, int kV>
+inline void chains(const float* a, int64_t a_k, const float* b, int64_t b_k, int64_t n_k, float* c, int64_t c_row) {
+  vf sums[kRows][kV];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) sums[r][v] = load(c + r * c_row + v * kLanes);
+  }
+  for (int64_t k = 0; k < n_k; k++, a += a_k, b += b_k) {
+    vf bv[kV];
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) bv[v] = load(b + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; r++) {
+      const vf av = splat(kMinus ? -a[r] : a[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kV; v++) sums[r][v] = fma(av, bv[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) store(c + r * c_row + v * kLanes, sums[r][v]);
+  }
+}
+
+template <int kRows, int kV>
+inline void chains_up_to(int64_t n, const float* a, int64_t a_k, const float* b, int64_t b_k, int64_t n_k, float* c) {
+  if constexpr (kRows > 1) {
+    if (n < kRows) return chains_up_to<kRows - 1, kV>(n, a, a_k, b, b_k, n_k, c);
+  }
+  chains<false, kRows, kV>(a, a_k, b, b_k, n_k, c, kChunkRows);
+}
+
+// acc[k] = fma(a[k], e, acc[k]) for columns k of [0, n) and each of n_k steps.
+inline void add_steps(const float* a, int64_t a_k, const float* e, int64_t e_k, int64_t n_k, int64_t n, int64_t n_rows,
+                      float* acc) {
+  constexpr int64_t kWide = kTiles * kTileRows;
+  for (int64_t k = 0; k < n; k += kTokens) {
+    int64_t r = 0;
+    for (; r + kWide <= n_rows; r += kWide) {
+      chains_up_to<kTokens, kWide / kLanes>(n - k, a + k, a_k, e + r, e_k, n_k, acc + k * kChunkRows + r);
+    }
+    for (; r < n_rows; r += kTileRows) {
+      chains_up_to<kTokens, kVectors>(n - k, a + k, a_k, e + r, e_k, n_k, acc + k * kChunkRows + r);
+    }
+  }
+}
+
+// Where row r of a chunk has its column j in tiles of n columns.
+inline int64_t in_tiles(int64_t n, int64_t j, int64_t r) { return (r / kTileRows * n + j) * kTileRows + r % kTileRows; }
+
+inline void clear(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = 0.0f;
+}
 
 // q = x / scale, rounded half to even and clipped to [-top, top - 1]; 0 where the scale is 0.
 inline vf code_of(vf x, vf scale, float top) {
@@ -12,230 +71,249 @@ inline vf code_of(vf x, vf scale, float top) {
   return select((vi)(scale == vf{}), vf{}, q);
 }
 
-inline void clear(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; i++) x[i] = 0.0f;
-}
-
-// acc[k] += e[j] * factor[j][k] for j descending from n_e - 1 to 0, for columns [k, k + kUnroll).
-template <int kUnroll>
-inline void feed_back(float* acc, const float* e, int64_t n_e, const float* factor, int64_t stride) {
-  vf sums[kUnroll][kVectors];
-  for (int u = 0; u < kUnroll; u++) {
-    for (int v = 0; v < kVectors; v++) sums[u][v] = load(acc + u * 16 + v * kLanes);
-  }
-  for (int64_t j = n_e - 1; j >= 0; j--) {
-    for (int v = 0; v < kVectors; v++) {
-      const vf ev = load(e + j * 16 + v * kLanes);
-      for (int u = 0; u < kUnroll; u++) sums[u][v] += ev * splat(factor[j * stride + u]);
-    }
-  }
-  for (int u = 0; u < kUnroll; u++) {
-    for (int v = 0; v < kVectors; v++) store(acc + u * 16 + v * kLanes, sums[u][v]);
-  }
-}
-
-// acc[k] += e[j] * factor[j][k] for columns k of [begin, end), likewise.
-template <int kUnroll>
-inline void feed_columns(float* acc, int64_t begin, int64_t end, const float* e, int64_t n_e, const float* factor,
-                         int64_t stride) {
-  int64_t k = begin;
-  for (; k + kUnroll <= end; k += kUnroll) feed_back<kUnroll>(acc + k * 16, e, n_e, factor + k, stride);
-  for (; k < end; k++) feed_back<1>(acc + k * 16, e, n_e, factor + k, stride);
-}
-
-// Columns from the last to the first: e = step(j, v, acc of column j) goes to other columns, acc[k] += e factor[j][k]: to
-// those before j, or with kAll to every one, j itself too. Blocks of columns, whose order no sum can tell.
-template <bool kAll, class Step>
-inline void descend(int64_t n, const float* factor, float* acc, Step step) {
-  constexpr int64_t kColumns = 32;
-  constexpr int kUnroll = kLanes == 16 ? 8 : 4;
-  alignas(64) float e[kColumns * 16];
-  for (int64_t end = n; end > 0;) {
-    const int64_t begin = end > kColumns ? end - kColumns : 0;
-    for (int64_t j = end - 1; j >= begin; j--) {
-      for (int v = 0; v < kVectors; v++) {
-        const vf error = step(j, v, load(acc + j * 16 + v * kLanes));
-        store(e + (j - begin) * 16 + v * kLanes, error);
-        for (int64_t k = begin; k < (kAll ? end : j); k++) {
-          float* p = acc + k * 16 + v * kLanes;
-          store(p, load(p) + error * splat(factor[j * n + k]));
+// Columns from the last to the first, or with kUp from the first to the last: e = step(j, r, acc of column j at row r) goes
+// to the columns k still to come, acc[k] = fma(s[j][k], e, acc[k]).
+template <bool kUp, class Step>
+inline void sweep(int64_t n, const float* s, int64_t stride, int64_t n_rows, float* acc, Step step) {
+  constexpr int64_t kBlock = 32;
+  alignas(64) float e[kBlock * kChunkRows];
+  for (int64_t done = 0; done < n; done += kBlock) {
+    const int64_t now = n - done < kBlock ? n - done : kBlock;
+    const int64_t begin = kUp ? done : n - done - now, end = begin + now;
+    for (int64_t i = 0; i < now; i++) {
+      const int64_t j = kUp ? begin + i : end - 1 - i;
+      float* const errors = e + i * kChunkRows;
+      for (int64_t r = 0; r < n_rows; r += kLanes) store(errors + r, step(j, r, load(acc + j * kChunkRows + r)));
+      const float* const row = s + j * stride;
+      for (int64_t r = 0; r < n_rows; r += kLanes) {
+        const vf error = load(errors + r);
+        for (int64_t k = kUp ? j + 1 : begin; k < (kUp ? end : j); k++) {
+          float* const p = acc + k * kChunkRows + r;
+          store(p, fma(splat(row[k]), error, load(p)));
         }
       }
     }
-    feed_columns<kUnroll>(acc, 0, begin, e, end - begin, factor + begin * n, n);
-    if (kAll) feed_columns<kUnroll>(acc, end, n, e, end - begin, factor + begin * n, n);
-    end = begin;
+    const int64_t first = kUp ? end : 0;
+    add_steps(s + (kUp ? begin : end - 1) * stride + first, kUp ? stride : -stride, e, kChunkRows, now,
+              kUp ? n - end : begin, n_rows, acc + first * kChunkRows);
   }
 }
 
+// x H = b: x comes in as b. factor: U and its transpose around the diagonal. acc: n * kChunkRows floats.
+void solve_rows(float* x, int64_t n, int64_t n_rows, const float* factor, const float* pivots, float* acc) {
+  clear(acc, n * kChunkRows);
+  sweep<true>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
+    float* const p = x + in_tiles(n, j, r);
+    const vf y = load(p) - fed;
+    store(p, y / splat(pivots[j]));
+    return y;
+  });
+  clear(acc, n * kChunkRows);
+  sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
+    float* const p = x + in_tiles(n, j, r);
+    store(p, load(p) - fed);
+    return load(p);
+  });
+}
+
 // q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - q scale goes to the columns before
-// it. group[j]: whose scale column j has. acc: n * 16 floats of scratch.
-void round_with_feedback(const float* w, int64_t n, const int32_t* group, const float* scales, const float* factor,
-                         float top, int8_t* q, float* acc) {
-  clear(acc, n * 16);
-  descend<false>(n, factor, acc, [&](int64_t j, int v, vf fed) {
-    const int64_t at = j * 16 + v * kLanes;
-    const vf scale = load(scales + group[j] * 16 + v * kLanes), original = load(w + at);
+// it. group[j]: whose scale column j has; scales: [tile][n_groups][16]. acc: n * kChunkRows floats.
+void round_with_feedback(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
+                         int64_t n_groups, const float* factor, float top, int8_t* q, float* acc) {
+  clear(acc, n * kChunkRows);
+  sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
+    const int64_t at = in_tiles(n, j, r);
+    const vf scale = load(scales + in_tiles(n_groups, group[j], r)), original = load(w + at);
     const vf code = code_of(original + fed, scale, top);
     for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
     return original - code * scale;
   });
 }
 
-// x of x M = b, M unit lower triangular: x[j] = b[j] - acc[j], from the last column to the first. acc: n * 16 floats.
-void substitute(float* x, int64_t n, const float* factor, float* acc) {
-  clear(acc, n * 16);
-  descend<false>(n, factor, acc, [&](int64_t j, int v, vf fed) {
-    float* p = x + j * 16 + v * kLanes;
-    store(p, load(p) - fed);
-    return load(p);
-  });
+// slope[k] = fma(errors[j], h[j][k], slope[k]) for columns k of [0, n_columns), the last of n_errors j first.
+inline void spread(const float* h, int64_t n, const float* errors, int64_t n_errors, int64_t n_columns, int64_t n_rows,
+                   float* slope) {
+  constexpr int64_t kBlock = 64;
+  for (int64_t end = n_errors; end > 0; end -= kBlock) {
+    const int64_t now = end < kBlock ? end : kBlock;
+    add_steps(h + (end - 1) * n, -n, errors + (end - 1) * kChunkRows, -kChunkRows, now, n_columns, n_rows, slope);
+  }
 }
 
 // Codes and scales better than they were for the error e h e^T, e = w - q scale, h symmetric with a positive diagonal. In
-// each round every scale takes its best value given all else, then every code, from the last to the first.
-// scales: [n_groups][16] FP16 bits. scratch: 3 * n * 16 floats.
-void refine(const float* w, int64_t n, int64_t group_size, const float* h, float top, int n_rounds, uint16_t* scales,
-            int8_t* q, float* scratch) {
-  constexpr int kUnroll = kLanes == 16 ? 8 : 4;
-  float *const slope = scratch, *const along = slope + n * 16, *const code = along + n * 16;  // slope: e h
-  for (int64_t k = 0; k < n; k++) {
-    for (int v = 0; v < kVectors; v++) {
-      const int64_t at = k * 16 + v * kLanes;
-      for (int i = 0; i < kLanes; i++) code[at + i] = q[at + i];
-      store(along + at, load(w + at) - load(code + at) * from_f16(scales + k / group_size * 16 + v * kLanes));
-    }
-  }
-  clear(slope, n * 16);
-  feed_columns<kUnroll>(slope, 0, n, along, n, h, n);
-  for (int round = 0; round < n_rounds; round++) {
-    for (int64_t begin = 0; begin < n; begin += group_size) {
-      const int64_t end = begin + group_size < n ? begin + group_size : n;
-      uint16_t* const bits = scales + begin / group_size * 16;
-      clear(along, n * 16);
-      feed_columns<kUnroll>(along, 0, n, code + begin * 16, end - begin, h + begin * n, n);
-      for (int v = 0; v < kVectors; v++) {
-        vf gain = {}, curvature = {};
-        for (int64_t k = begin; k < end; k++) {
-          const int64_t at = k * 16 + v * kLanes;
-          gain += load(code + at) * load(slope + at);
-          curvature += load(code + at) * load(along + at);
-        }
-        const vf before = from_f16(bits + v * kLanes);
-        to_f16(before + gain / curvature, bits + v * kLanes);
-        vf after = from_f16(bits + v * kLanes);
-        after = select((vi)(curvature > vf{}) & (vi)(after - after == vf{}) & (vi)(after != vf{}), after, before);
-        to_f16(after, bits + v * kLanes);
-        for (int64_t k = 0; k < n; k++) {
-          const int64_t at = k * 16 + v * kLanes;
-          store(slope + at, load(slope + at) + (before - after) * load(along + at));
-        }
+// each round, group by group: the scale takes its best value given all else, then every code, from the last to the first.
+// scales: [tile][n_groups][16] FP16 bits. scratch: (2 * n + 3 * group_size) * kChunkRows floats.
+void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, float top, int n_rounds,
+            uint16_t* scales, int8_t* q, float* scratch) {
+  const int64_t n_groups = (n + group_size - 1) / group_size;
+  float *const slope = scratch, *const code = slope + n * kChunkRows;  // slope: e h
+  float *const near = code + n * kChunkRows, *const along = near + group_size * kChunkRows;
+  float* const changed = along + group_size * kChunkRows;
+  clear(slope, n * kChunkRows);
+  for (int64_t g = n_groups - 1; g >= 0; g--) {
+    const int64_t begin = g * group_size, width = n - begin < group_size ? n - begin : group_size;
+    for (int64_t k = 0; k < width; k++) {
+      for (int64_t r = 0; r < n_rows; r += kLanes) {
+        const int64_t from = in_tiles(n, begin + k, r);
+        float* const c = code + (begin + k) * kChunkRows + r;
+        for (int i = 0; i < kLanes; i++) c[i] = q[from + i];
+        store(changed + k * kChunkRows + r, load(w + from) - load(c) * from_f16(scales + in_tiles(n_groups, g, r)));
       }
     }
-    descend<true>(n, h, slope, [&](int64_t j, int v, vf at_j) {
-      const int64_t at = j * 16 + v * kLanes;
-      const vf scale = from_f16(scales + j / group_size * 16 + v * kLanes), before = load(code + at);
-      const vf after = code_of(before * scale + at_j / splat(h[j * n + j]), scale, top);
-      store(code + at, after);
-      return (before - after) * scale;
-    });
+    spread(h + begin * n, n, changed, width, n, n_rows, slope);
   }
-  for (int64_t i = 0; i < n * 16; i++) q[i] = static_cast<int8_t>(code[i]);
+  for (int n_left = n_rounds - 1; n_left >= 0; n_left--) {
+    for (int64_t g = n_groups - 1; g >= 0; g--) {
+      const int64_t begin = g * group_size, width = n - begin < group_size ? n - begin : group_size;
+      const float* const own = h + begin * n + begin;
+      float* const of = code + begin * kChunkRows;
+      clear(along, width * kChunkRows);
+      spread(own, n, of, width, width, n_rows, along);
+      alignas(64) float scale[kChunkRows];
+      for (int64_t r = 0; r < n_rows; r += kLanes) {
+        vf gain = {}, curvature = {};
+        for (int64_t k = 0; k < width; k++) {
+          const vf c = load(of + k * kChunkRows + r);
+          gain = fma(c, load(slope + (begin + k) * kChunkRows + r), gain);
+          curvature = fma(c, load(along + k * kChunkRows + r), curvature);
+        }
+        uint16_t* const bits = scales + in_tiles(n_groups, g, r);
+        const vf before = from_f16(bits);
+        to_f16(before + gain / curvature, bits);
+        vf best = from_f16(bits);
+        best = select((vi)(curvature > vf{}) & (vi)(best - best == vf{}) & (vi)(best != vf{}), best, before);
+        to_f16(best, bits);
+        store(scale + r, best);
+        for (int64_t k = 0; k < width; k++) {
+          const int64_t at = k * kChunkRows + r;
+          store(near + at, fma(before - best, load(along + at), load(slope + begin * kChunkRows + at)));
+          store(changed + at, load(of + at) * before);
+        }
+      }
+      sweep<false>(width, own, n, n_rows, near, [&](int64_t j, int64_t r, vf at_j) {
+        float* const p = of + j * kChunkRows + r;
+        const vf best = load(scale + r), before = load(p);
+        const vf after = code_of(before * best + at_j / splat(own[j * n + j]), best, top);
+        store(p, after);
+        return (before - after) * best;
+      });
+      for (int64_t k = 0; k < width; k++) {
+        for (int64_t r = 0; r < n_rows; r += kLanes) {
+          const int64_t at = k * kChunkRows + r;
+          store(changed + at, load(changed + at) - load(of + at) * load(scale + r));
+        }
+      }
+      spread(h + begin * n, n, changed, width, n_left > 0 ? n : begin, n_rows, slope);
+    }
+  }
+  for (int64_t k = 0; k < n; k++) {
+    for (int64_t r = 0; r < n_rows; r++) q[in_tiles(n, k, r)] = static_cast<int8_t>(code[k * kChunkRows + r]);
+  }
 }
 
-// Scales of one group of n columns: of the candidates base * multipliers[i], base the scale of round-to-nearest, the first
-// with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - q scale with feedback as above inside the group.
-// factor: [n][n]. acc: n * 16 floats. scales: 16 FP16 bits. errors: 16 floats.
+// Scales of one group of n columns of a tile: of the candidates base * multipliers[i], base the scale of round-to-nearest,
+// the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - q scale with feedback as above inside the
+// group, or none where `factor` is null. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. errors: 16 floats.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
                    int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc) {
-  for (int v = 0; v < kVectors; v++) {
-    vf largest = load(w + v * kLanes), smallest = largest;
+  constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
+  alignas(64) float base[kTileRows], best[kTileRows], scale[kChunkRows], error[kChunkRows];
+  for (int64_t r = 0; r < kTileRows; r += kLanes) {
+    vf largest = load(w + r), smallest = largest;
     for (int64_t j = 1; j < n; j++) {
-      const vf x = load(w + j * 16 + v * kLanes);
+      const vf x = load(w + j * kTileRows + r);
       largest = select((vi)(x > largest), x, largest);
       smallest = select((vi)(x < smallest), x, smallest);
     }
-    const vf base = select((vi)(largest > -smallest), largest, smallest) / splat(-top);
-    vf best = {}, least = splat(__builtin_inff());
-    for (int64_t i = 0; i < n_multipliers; i++) {
+    store(base + r, select((vi)(largest > -smallest), largest, smallest) / splat(-top));
+    store(best + r, vf{});
+    store(errors + r, splat(__builtin_inff()));
+  }
+  for (int64_t first = 0; first < n_multipliers; first += kCandidates) {
+    const int64_t n_now = n_multipliers - first < kCandidates ? n_multipliers - first : kCandidates;
+    const int64_t n_rows = n_now * kTileRows;
+    for (int64_t r = 0; r < n_rows; r += kLanes) {
       uint16_t bits[kLanes];
-      to_f16(base * splat(multipliers[i]), bits);
-      const vf scale = from_f16(bits);
-      vf error = {};
-      for (int64_t j = 0; j < n; j++) store(acc + j * kLanes, vf{});
+      to_f16(load(base + r % kTileRows) * splat(multipliers[first + r / kTileRows]), bits);
+      store(scale + r, from_f16(bits));
+    }
+    clear(error, n_rows);
+    const auto step = [&](int64_t j, int64_t r, vf fed) {
+      const vf original = load(w + j * kTileRows + r % kTileRows), wanted = original + fed;
+      const vf restored = code_of(wanted, load(scale + r), top) * load(scale + r);
+      const vf left = wanted - restored;
+      store(error + r, fma(left * left, splat(pivots[j]), load(error + r)));
+      return original - restored;
+    };
+    if (factor != nullptr) {
+      clear(acc, n * kChunkRows);
+      sweep<false>(n, factor, n, n_rows, acc, step);
+    } else {
       for (int64_t j = n - 1; j >= 0; j--) {
-        const vf original = load(w + j * 16 + v * kLanes), wanted = original + load(acc + j * kLanes);
-        const vf restored = code_of(wanted, scale, top) * scale;
-        const vf left = wanted - restored, e = original - restored;
-        error += (left * left) * splat(pivots[j]);
-        for (int64_t k = 0; k < j; k++) {
-          float* p = acc + k * kLanes;
-          store(p, load(p) + e * splat(factor[j * n + k]));
-        }
+        for (int64_t r = 0; r < n_rows; r += kLanes) step(j, r, vf{});
       }
-      const vi finite = (vi)(scale - scale == vf{});  // not a scale beyond FP16
-      const vi better = (vi)(error < least) & finite;
-      best = select(better, scale, best);
-      least = select(better, error, least);
     }
-    best = select((vi)(best == vf{}), vf{}, best);  // +0
-    to_f16(best, scales + v * kLanes);
-    store(errors + v * kLanes, least);
+    for (int64_t r = 0; r < n_rows; r += kLanes) {
+      const int64_t row = r % kTileRows;
+      const vf found = load(error + r), candidate = load(scale + r), least = load(errors + row);
+      const vi better = (vi)(found < least) & (vi)(candidate - candidate == vf{});  // not a scale beyond FP16
+      store(best + row, select(better, candidate, load(best + row)));
+      store(errors + row, select(better, found, least));
+    }
+  }
+  for (int64_t r = 0; r < kTileRows; r += kLanes) {
+    const vf found = load(best + r);
+    to_f16(select((vi)(found == vf{}), vf{}, found), scales + r);  // +0
   }
 }
 
-// Rows [row_begin, row_end) of a Cholesky factor, columns [first, first + width), all columns before them being done.
-// a: [n][n] lower triangle. panel: [first + width][kPanel], column c = row first + c of the factor. diagonal: the rows are
-// those of the panel itself, whose own part of `panel` is written as it comes to be. Returns the first column whose pivot
-// is not positive, or -1.
-constexpr int kPanel = kCholeskyPanel;
-typedef double vd __attribute__((vector_size(64)));
-typedef double vd_unaligned __attribute__((vector_size(64), aligned(8), may_alias));
-
-template <int kRows>
-inline void subtract_products(double* a, int64_t n, int64_t first, const double* panel) {
-  vd sums[kRows][kPanel / 8];
-  for (int r = 0; r < kRows; r++) {
-    for (int v = 0; v < kPanel / 8; v++) sums[r][v] = *reinterpret_cast<const vd_unaligned*>(a + r * n + first + v * 8);
-  }
-  for (int64_t k = 0; k < first; k++) {
-    for (int v = 0; v < kPanel / 8; v++) {
-      const vd p = *reinterpret_cast<const vd_unaligned*>(panel + k * kPanel + v * 8);
-      for (int r = 0; r < kRows; r++) sums[r][v] -= p * a[r * n + k];
+// c[i][j] += sum over k of a[k][i] * b[k][j], or -=, one chain that goes on from c. a, b: [n_k][kPanel], c: [kPanel][kPanel].
+template <bool kMinus>
+void multiply(const float* a, const float* b, int64_t n_k, float* c) {
+  constexpr int kRows = kLanes == 16 ? 8 : kTokens, kV = kLanes == 16 ? 3 : kTiles * kVectors;
+  constexpr int64_t kBlock = 96;  // steps whose operands stay in the first cache
+  for (int64_t k = 0; k < n_k; k += kBlock) {
+    const int64_t now = n_k - k < kBlock ? n_k - k : kBlock;
+    for (int64_t j = 0; j < kPanel; j += kV * kLanes) {
+      for (int64_t i = 0; i < kPanel; i += kRows) {
+        chains<kMinus, kRows, kV>(a + k * kPanel + i, kPanel, b + k * kPanel + j, kPanel, now, c + i * kPanel + j, kPanel);
+      }
     }
-  }
-  for (int r = 0; r < kRows; r++) {
-    for (int v = 0; v < kPanel / 8; v++) *reinterpret_cast<vd_unaligned*>(a + r * n + first + v * 8) = sums[r][v];
   }
 }
+void multiply_panels(const float* a, const float* b, int64_t n_k, bool minus, float* c) {
+  minus ? multiply<true>(a, b, n_k, c) : multiply<false>(a, b, n_k, c);
+}
 
-int64_t cholesky_rows(double* a, int64_t n, int64_t first, int64_t width, int64_t row_begin, int64_t row_end, bool diagonal,
-                      double* panel) {
-  int64_t row = row_begin;
-  if (width == kPanel) {
-    constexpr int kRows = kLanes == 16 ? 4 : 1;  // what the registers hold
-    for (; row + kRows <= row_end; row += kRows) subtract_products<kRows>(a + row * n, n, first, panel);
-    for (; row < row_end; row++) subtract_products<1>(a + row * n, n, first, panel);
-  }
-  for (; row < row_end; row++) {  // the last panel may be narrower
-    for (int64_t k = 0; k < first; k++) {
-      for (int64_t c = 0; c < width; c++) a[row * n + first + c] -= panel[k * kPanel + c] * a[row * n + k];
-    }
-  }
-  for (row = row_begin; row < row_end; row++) {
-    double* x = a + row * n + first;
-    const int64_t n_before = diagonal ? row - first : width;
-    for (int64_t k = 0; k < n_before; k++) {
-      double* column = panel + (first + k) * kPanel;
-      x[k] /= column[k];
-      if (diagonal) column[n_before] = x[k];
-      for (int64_t c = k + 1; c < (diagonal ? n_before + 1 : width); c++) x[c] -= x[k] * column[c];
-    }
-    if (diagonal) {
-      if (!(x[n_before] > 0.0)) return row;
-      x[n_before] = __builtin_sqrt(x[n_before]);
-      panel[(first + n_before) * kPanel + n_before] = x[n_before];
+// The block on the diagonal of a factor: raw [n][n], upper triangle -> unit [n][n], pivots. Returns the first column whose
+// pivot is not positive, or -1. n: a multiple of 16, at most kFactorBlock; columns from n_columns on are left out.
+int64_t factor_block(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots) {
+  for (int64_t k = 0; k < n_columns; k++) {
+    const float pivot = raw[k * n + k];
+    if (!(pivot > 0.0f)) return k;
+    pivots[k] = pivot;
+    for (int64_t j = k / kLanes * kLanes; j < n; j += kLanes) store(unit + k * n + j, load(raw + k * n + j) / splat(pivot));
+    for (int64_t i = k + 1; i < n_columns; i++) {
+      const vf of_i = splat(-unit[k * n + i]);
+      for (int64_t j = i / kLanes * kLanes; j < n; j += kLanes) {
+        store(raw + i * n + j, fma(of_i, load(raw + k * n + j), load(raw + i * n + j)));
+      }
     }
   }
   return -1;
+}
+
+// Columns of the rows of such a block, beside it: raw [n_rows][kPanel] less what the rows above make of it, then
+// unit = raw / pivots. block: unit of factor_block, rows of n.
+void factor_panel(const float* block, int64_t n, int64_t n_rows, const float* pivots, float* raw, float* unit) {
+  for (int64_t k = 0; k < n_rows; k++) {
+    for (int64_t j = 0; j < kPanel; j += kLanes) {
+      const vf of_k = load(raw + k * kPanel + j);
+      store(unit + k * kPanel + j, of_k / splat(pivots[k]));
+      for (int64_t i = k + 1; i < n_rows; i++) {
+        float* const p = raw + i * kPanel + j;
+        store(p, fma(splat(-block[k * n + i]), of_k, load(p)));
+      }
+    }
+  }
 }
