@@ -67,16 +67,16 @@ def test_fused_multiply_adds() -> None:
         assert gaps.count(gaps[0]) == 1 or got.view(np.uint32) % 2 == 0
 
 
-@pytest.mark.parametrize("n", [1, 47, 48, 97, 250])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_factor(tier: str, n: int, threads: int) -> None:
+@pytest.mark.parametrize("n", [1, 47, 48, 97, 210])
+def test_factor(tier: str, n: int) -> None:
     h = moments(n)
     unit, pivots = factored(h)
     np.testing.assert_allclose(unit.T.astype(np.float64) * pivots @ unit, h, rtol=1e-4, atol=1e-4 * np.diag(h).mean())
-    a = h.astype(np.float32)
-    found = kernels.factor(a, threads=threads)
-    assert np.array_equal(found, pivots)
-    assert np.array_equal(a, mirrored(unit))
+    for threads in (1, 2):
+        a = h.astype(np.float32)
+        found = kernels.factor(a, threads=threads)
+        assert np.array_equal(found, pivots)
+        assert np.array_equal(a, mirrored(unit))
 
 
 @pytest.mark.parametrize("column", [0, 31, 40, 69, 129])
@@ -105,7 +105,7 @@ def test_products(tier: str, n_k: int, m: int, n: int) -> None:
         assert np.array_equal(np.triu(square), np.triu(wanted))
 
 
-@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (100, 32), (160, 160)])
+@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (130, 130)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rounding_with_feedback(tier: str, n: int, size: int, bits: int) -> None:
     unit, _ = factored(moments(n))
@@ -132,7 +132,7 @@ def test_solution_of_rows(tier: str, n: int) -> None:
         assert np.array_equal(untiled(x), expected)
 
 
-@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (160, 160), (150, 70)])
+@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (130, 130), (150, 70)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_refinement(tier: str, n: int, size: int, bits: int) -> None:
     rng = np.random.default_rng(1)
@@ -173,7 +173,7 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
         assert (error(q, changed) >= after * (1 - 1e-4)).all()
 
 
-@pytest.mark.parametrize(("n", "size"), [(32, 32), (75, 32), (200, 200)])
+@pytest.mark.parametrize(("n", "size"), [(32, 32), (75, 32), (130, 130)])
 @pytest.mark.parametrize("fed_back", [True, False])
 def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool) -> None:
     rng = np.random.default_rng(3)
