@@ -213,7 +213,8 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
 
 // Scales of one group of n columns of a tile: of the candidates base * multipliers[i], base the scale of round-to-nearest,
 // the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - q scale with feedback as above inside the
-// group, or none where `factor` is null. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. errors: 16 floats.
+// group, or none where `factor` is null. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. errors: 16
+// floats.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
                    int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc) {
   constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
@@ -267,7 +268,8 @@ void search_scales(const float* w, int64_t n, const float* factor, const float* 
   }
 }
 
-// c[i][j] += sum over k of a[k][i] * b[k][j], or -=, one chain that goes on from c. a, b: [n_k][kPanel], c: [kPanel][kPanel].
+// c[i][j] += sum over k of a[k][i] * b[k][j], or -=, one chain that goes on from c. a, b: [n_k][kPanel], c:
+// [kPanel][kPanel].
 template <bool kMinus>
 void multiply(const float* a, const float* b, int64_t n_k, float* c) {
   constexpr int kRows = kLanes == 16 ? 8 : kTokens, kV = kLanes == 16 ? 3 : kTiles * kVectors;
