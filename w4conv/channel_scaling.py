@@ -27,7 +27,6 @@ from w4conv.sources.base import Source
 from w4conv.statistics import SecondMoments
 
 F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 
 METHOD: Final = "awq"
 POWERS: Final = tuple(i / 8 for i in range(7))  # of the channels' root mean squares, tried as s; 0: no scaling
@@ -72,7 +71,7 @@ class ChannelScaling:
             e = np.clip(np.rint(power / 2 * logs), -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8)
             e = self._made_exact(Folding(self._spec, {(layer, place): e}), tensors, e)
             s = np.ldexp(np.float32(1), spread(self._spec, place, e).astype(np.int32))
-            square = np.multiply.outer(s, s).astype(np.float64)
+            square: F32Array = np.multiply.outer(s, s)
             inputs = Inputs(moments.fit / square, moments.held_out / square, threads=self._threads)
             try:
                 loss = sum(
@@ -101,7 +100,7 @@ class ChannelScaling:
         return out
 
 
-def _per_factor(spec: ModelSpec, place: str, squares: F64Array) -> F64Array:
+def _per_factor(spec: ModelSpec, place: str, squares: F32Array) -> F32Array:
     """Of channels that share a factor, the mean."""
     if place != "o":
         return squares
@@ -109,7 +108,7 @@ def _per_factor(spec: ModelSpec, place: str, squares: F64Array) -> F64Array:
     return np.asarray(sum(heads[:, i] for i in range(heads.shape[1])) / heads.shape[1]).ravel()
 
 
-def _log2(x: F64Array) -> F64Array:
+def _log2(x: F32Array) -> F32Array:
     """Logarithms less their mean, 0 where x is; straight between powers of two, so that any machine has the same."""
     mantissa, exponent = np.frexp(x)
     logs = np.where(x > 0, exponent + 2 * mantissa - 2, 0)

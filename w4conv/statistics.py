@@ -15,7 +15,6 @@ from w4conv.runtime.layers import LayeredSource
 from w4conv.sources.base import Source
 
 F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 
 HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
 
@@ -23,8 +22,8 @@ HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
 class SecondMoments(NamedTuple):
     """Mean over tokens of x x^T, x what a place reads: (n, n) each, of the tokens to fit, and of those held out."""
 
-    fit: F64Array
-    held_out: F64Array
+    fit: F32Array
+    held_out: F32Array
 
 
 def is_held_out(sequence: int, one_in: int = HELD_OUT) -> bool:

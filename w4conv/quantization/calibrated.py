@@ -54,19 +54,18 @@ class Inputs:
     """Second moments of the inputs of some matrices, and what follows from them alone."""
 
     def __init__(
-        self, fit: F32Array, held_out: F32Array, *, damping_percent: int = 30, threads: int | None = None,
-        ordered: F32Array | None = None,
-    ) -> None:  # fmt: skip
-        """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by.
-
-        ordered: `fit` in `order`, when it is there already.
-        """
+        self, fit: F32Array, held_out: F32Array, *, damping_percent: int = 30, threads: int | None = None
+    ) -> None:
+        """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by."""
         self.fit, self.held_out, self.damping_percent = fit, held_out, damping_percent
         # Of columns: the largest mean square last, which is rounded first.
         self.order = np.argsort(np.diag(fit), kind="stable")
         self._threads = threads
-        self._ordered = fit[self.order][:, self.order] if ordered is None else ordered
         self._by_size: dict[int, GroupFactors] = {}
+
+    @functools.cached_property
+    def _ordered(self) -> F32Array:
+        return self.fit[self.order][:, self.order]
 
     @functools.cached_property
     def _factored(self) -> tuple[F32Array, F32Array, F32Array]:
@@ -109,9 +108,8 @@ class Inputs:
         rows = _spread(len(w), TUNED_ROWS)
         best, least = self, np.inf
         for percent in DAMPING_PERCENTS:
-            other = Inputs(
-                self.fit, self.held_out, damping_percent=percent, threads=self._threads, ordered=self._ordered
-            )
+            other = Inputs(self.fit, self.held_out, damping_percent=percent, threads=self._threads)
+            other._ordered = self._ordered
             problem = _Problem(w[rows], other, lack and lack.at(rows), scheme, self._threads)
             if (loss := problem.loss(problem.run("gptq"))) < least:
                 best, least = other, loss
