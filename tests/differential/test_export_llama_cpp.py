@@ -5,6 +5,7 @@ llama.cpp rounds activations to 8 bits, w4conv to 16, so results agree to a perc
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ import w4conv
 from w4conv.container import open_container
 from w4conv.export import export
 from w4conv.measure.perplexity import make_windows, token_nlls
+from w4conv.runtime.chat import ChatTemplate
 from w4conv.runtime.tokenizer import Tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the consumer; it is built from source")
@@ -52,6 +54,32 @@ def test_logits_of_float_weights(tmp_path: Path, architecture: str) -> None:
         ours = model.logits(ids)
     theirs = logits(load(tmp_path / "m.gguf", 64), ids)
     assert np.abs(ours - theirs).max() < 2e-2 * np.abs(theirs).max()  # its keys and values are FP16
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
+def test_chat_template(tmp_path: Path, architecture: str) -> None:
+    """llama.cpp finds it in the file, knows it for what it is, and writes the chat as we do."""
+    source = make_llama_dir(tmp_path / "in", architecture=architecture, hidden=64, inner=96)
+    (source / "chat_template.jinja").write_text(CHATML)
+    w4conv.quantize(source, tmp_path / "m.w4", group_size=32)
+    export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
+    llm = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    template = llama_cpp.llama_model_chat_template(llm.model, None)
+    assert template == CHATML.encode()
+    chat = [("system", "Be brief."), ("user", "Grüße 1 + 1?"), ("assistant", "2"), ("user", "Why?")]
+    messages = (llama_cpp.llama_chat_message * len(chat))(*((role.encode(), text.encode()) for role, text in chat))
+    room = ctypes.create_string_buffer(4096)
+    n = llama_cpp.llama_chat_apply_template(template, messages, len(chat), True, room, len(room))
+    with open_container(tmp_path / "m.w4") as container:
+        template_of_ours = ChatTemplate.from_blobs(container.blobs)
+    ours = template_of_ours.render([{"role": role, "content": text} for role, text in chat], special_tokens={})
+    assert room.raw[:n].decode() == ours
 
 
 def test_a_trained_model_with_pieces(tmp_path: Path) -> None:

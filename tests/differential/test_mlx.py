@@ -16,8 +16,11 @@ from w4conv.sources import open_source
 mx = pytest.importorskip("mlx.core", reason="mlx is the consumer; mlx[cpu] installs where there is a wheel")
 
 
-def dequantized(tensors: dict, module: str, group_size: int, bits: int) -> np.ndarray:
+def dequantized(tensors: dict, module: str, group_size: int, bits: int, mode: str = "affine") -> np.ndarray:
     """By MLX, in float32."""
+    if mode == "mxfp4":
+        found = mx.dequantize(tensors[f"{module}.weight"], tensors[f"{module}.scales"], mode=mode, dtype=mx.float32)
+        return np.array(found)
     scales, biases = (tensors[f"{module}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
     return np.array(mx.dequantize(tensors[f"{module}.weight"], scales, biases, group_size=group_size, bits=bits))
 
@@ -82,3 +85,30 @@ def test_import(tmp_path: Path, group_size: int, bits: int) -> None:
     with w4conv.Model(tmp_path / "f32.w4", kv="f32") as model:
         theirs = model.logits(ids)
     assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    """Its own mode of that name, there and back; the head is left to the other mode."""
+    shape = {"hidden": 64, "inner": 96, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    common = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    settings = common | {"lm_head": {"group_size": 32, "bits": 4, "mode": "affine"}}
+    make_llama_dir(tmp_path / "m", **shape, config={"quantization": settings, "quantization_config": settings})
+    tensors, expected = {}, {}
+    for name, array in llama_tensors(**shape, vocab=300, tied=False, biases=(), seed=1).items():
+        module, plain = name.removesuffix(".weight"), mx.array(array).astype(mx.float16)
+        tensors[name] = plain
+        if array.ndim == 2:
+            own = settings.get(module, common)
+            tensors[name], *rest = mx.quantize(plain, **own)
+            tensors |= {f"{module}.{part}": a for part, a in zip(("scales", "biases"), rest, strict=False)}
+            expected[name] = dequantized(tensors, module, **own)
+    mx.save_safetensors(str(tmp_path / "m/model.safetensors"), tensors)
+    w4conv.quantize(tmp_path / "m", tmp_path / "m.w4")
+    kept = values(tmp_path / "m.w4")
+    assert all(same(kept[name], value) for name, value in expected.items())
+    assert {str(schemes(tmp_path / "m.w4")[name]) for name in expected} == {"e2m1/g32", "int4o/g32"}
+    assert export(tmp_path / "m.w4", tmp_path / "back", to="mlx").exact
+    again = mx.load(str(tmp_path / "back/model.safetensors"))
+    assert again.keys() == tensors.keys()
+    assert all(mx.array_equal(again[name], array).item() for name, array in tensors.items())
+    assert config(tmp_path / "back")["quantization"] == settings

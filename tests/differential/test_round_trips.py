@@ -67,6 +67,7 @@ IDENTICAL = {
     *(("int4z/g64", to) for to in ("compressed-tensors", "gptq", "awq")),
     *(("int8/g32", to) for to in ("compressed-tensors", "mlx")),
     ("f16", "gguf"), ("int4o/g32", "gguf"), ("int4o/g32", "mlx"), ("e2m1/g32", "gguf"),
+    ("e2m1/g32", "mlx"),
 }  # fmt: skip
 
 

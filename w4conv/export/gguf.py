@@ -31,14 +31,13 @@ from w4conv.export.gguf_metadata import metadata
 from w4conv.export.gguf_values import Value, string
 from w4conv.export.huggingface import checked_blocks
 from w4conv.export.model import CodedRows, ExportModel
-from w4conv.export.packed import offsets, spread
+from w4conv.export.packed import exponents, offsets, signed_zeros, spread
 from w4conv.export.plan import FLOAT_WORDS, Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.progress import Progress
 from w4conv.sources.gguf import stored_rows
 from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES, Architecture
 from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS
-from w4conv.sources.packed.mxfp4 import BIAS, SIGN
 
 Array = npt.NDArray[np.generic]
 
@@ -207,14 +206,6 @@ def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
     return None
 
 
-def exponents(scales: Array) -> npt.NDArray[np.uint8] | None:
-    """Of scales that are powers of two, as E8M0; a scale of zero has none, and gets 0. None where one is neither."""
-    fractions, found = np.frexp(scales.astype(np.float32))
-    if not np.isin(fractions, (0.0, 0.5)).all():
-        return None
-    return np.where(fractions == 0, 0, found - 1 + BIAS).astype(np.uint8)
-
-
 def _blocks(model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[np.int64] | None) -> Iterator[Array]:
     if order is None:
         return (_encode(rows, kind, info) for rows in model.coded_blocks(info))
@@ -241,7 +232,7 @@ def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint
         powers = exponents(scales)
         assert powers is not None  # found before
         parts.append(spread(powers, info, BLOCK)[..., None].astype(np.uint8))
-        codes = np.where(spread(scales, info, BLOCK)[..., None] != 0, codes, codes & SIGN)  # else zeros, of either sign
+        codes = signed_zeros(codes, spread(scales, info, BLOCK))
     nibbles: npt.NDArray[np.uint8] = np.bitwise_or(codes[..., :16], codes[..., 16:] << 4, dtype=np.uint8)
     parts.append(codes if kind == "Q8_0" else nibbles)
     return np.concatenate(parts, axis=2).reshape(n_rows, -1)

@@ -15,6 +15,7 @@ from w4conv.errors import InputError, UsageError
 from w4conv.export.model import ExportModel, Scales
 from w4conv.export.plan import Exported, FloatWriter, Options, Output
 from w4conv.models.spec import TensorSpec
+from w4conv.sources.packed.mxfp4 import BIAS, SIGN
 
 Array = npt.NDArray[np.generic]
 Words = npt.NDArray[np.uint32]
@@ -132,9 +133,22 @@ def offsets(scales: Scales, info: TensorInfo) -> npt.NDArray[np.float16] | None:
     return rounded if np.array_equal(rounded.astype(np.float32), exact) else None
 
 
+def exponents(scales: Array) -> npt.NDArray[np.uint8] | None:
+    """Of scales that are powers of two, as E8M0; a scale of zero has none, and gets 0. None where one is neither."""
+    fractions, found = np.frexp(scales.astype(np.float32))
+    if not np.isin(fractions, (0.0, 0.5)).all():
+        return None
+    return np.where(fractions == 0, 0, found - 1 + BIAS).astype(np.uint8)
+
+
+def signed_zeros(codes: npt.NDArray[np.uint8], scales: Array) -> npt.NDArray[np.uint8]:
+    """(n_rows, n_groups, columns) codes of e2m1; where the scale is 0, which no exponent says, zeros of their sign."""
+    return np.where(scales[..., None] != 0, codes, codes & np.uint8(SIGN)).astype(np.uint8)
+
+
 def output(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], Array | Iterator[Array]]) -> Output:
     """An Output whose array, or blocks of it, `make` gives when it is due."""
-    itemsize = {"I32": 4, "U32": 4, "I64": 8, "F16": 2}[dtype]
+    itemsize = {"I32": 4, "U32": 4, "I64": 8, "F16": 2, "U8": 1}[dtype]
 
     def blocks() -> Iterator[Array]:
         made = make()

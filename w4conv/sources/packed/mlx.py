@@ -1,4 +1,4 @@
-"""MLX, affine mode.
+"""MLX, in the modes affine and mxfp4.
 
     X.weight  U32 (out, in * bits / 32)   codes, the first lowest
     X.scales  (out, groups)
@@ -8,6 +8,8 @@
 
 Where every bias is minus a whole number of scales, that number is a zero point: int4, int4z or int8. Other biases of 4
 bits are the offsets of int4o; of 8 bits the values are computed in float32.
+
+In the mode mxfp4 the codes are of 4 bits, and X.scales are U8, exponents of groups of 32: see mxfp4.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.sources.packed import mxfp4
 from w4conv.sources.packed.base import (
     FLOATS,
     F32Array,
@@ -37,12 +40,27 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
         choice = own if isinstance(own, dict) else settings
         mode = choice.get("mode", "affine")
         bits, group_size = integer(choice, "bits", raw), integer(choice, "group_size", raw)
+        if (mode, bits, group_size) == ("mxfp4", 4, mxfp4.GROUP):
+            out[f"{module}.weight"] = _mxfp4(module, raw)
+            continue
         if mode != "affine" or bits not in (4, 8) or group_size < 1:
             raise raw.error(
-                f"{module}: MLX mode {str(mode)[:20]!r} with {bits} bits is not supported; affine 4 and 8 are"
+                f"{module}: MLX mode {str(mode)[:20]!r} with {bits} bits is not supported; affine 4 and 8 and mxfp4 are"
             )
         out[f"{module}.weight"] = _tensor(module, raw, bits, group_size)
     return out
+
+
+def _mxfp4(module: str, raw: RawTensors) -> PackedTensor:
+    n_rows, n_words = raw.use_matrix(f"{module}.weight", ("U32",))
+    raw.use(f"{module}.scales", ("U8",), (n_rows, 8 * n_words // mxfp4.GROUP))
+    return mxfp4.matrix(
+        f"{module}.scales",
+        raw,
+        shape=(n_rows, 8 * n_words),
+        exponents=lambda rows: raw.read(f"{module}.scales")[rows].astype(np.uint8),
+        levels=lambda rows: fields(raw.read(f"{module}.weight")[rows], 4),
+    )
 
 
 def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedTensor:

@@ -11,7 +11,7 @@ as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -37,8 +37,6 @@ def _tensor(module: str, raw: RawTensors) -> PackedTensor:
     if len(shape) != 4 or 0 in shape or 2 * shape[3] != GROUP:
         raise raw.error(f"{module}_blocks has shape {shape}, expected (experts, out, groups, {GROUP // 2})")
     raw.use(f"{module}_scales", ("U8",), shape[:3])
-    if (raw.read(f"{module}_scales").astype(np.uint8) > MAX_EXPONENT).any():
-        raise raw.error(f"{module}_scales holds an exponent above {MAX_EXPONENT}: NaN, or beyond float32")
     n_experts, n_out, n_groups, _ = shape
 
     def part(kind: str, rows: slice) -> npt.NDArray[np.uint8]:
@@ -46,22 +44,33 @@ def _tensor(module: str, raw: RawTensors) -> PackedTensor:
         whole = raw.read(f"{module}_{kind}")
         return np.ascontiguousarray(whole.reshape(n_experts * n_out, *whole.shape[2:])[rows], np.uint8)
 
-    def levels(rows: slice) -> npt.NDArray[np.uint8]:
-        return _nibbles(part("blocks", rows))
-
-    def scales(rows: slice) -> F32Array:
-        exponents = part("scales", rows)
-        return scale_of(exponents, levels(rows) if (exponents < MIN_HALF_EXPONENT).any() else None)
-
-    tensor = packed_tensor(
+    tensor = matrix(
+        f"{module}_scales",
+        raw,
         shape=(n_experts * n_out, n_groups * GROUP),
-        stored_as="mxfp4",
-        kind="e2m1",
-        group_size=GROUP,
-        scales=scales,
-        levels=levels,
+        exponents=lambda rows: part("scales", rows),
+        levels=lambda rows: _nibbles(part("blocks", rows)),
     )
     return replace(stacked(tensor, n_experts), nbytes=n_experts * n_out * n_groups * (GROUP // 2 + 1))
+
+
+def matrix(
+    scales_name: str,
+    raw: RawTensors,
+    *,
+    shape: tuple[int, int],
+    exponents: Callable[[slice], npt.NDArray[np.uint8]],
+    levels: Callable[[slice], npt.NDArray[np.uint8]],
+) -> PackedTensor:
+    """exponents: (n_rows, n_groups) of some rows; levels: their codes, (n_rows, n_columns)."""
+    if (raw.read(scales_name).astype(np.uint8) > MAX_EXPONENT).any():
+        raise raw.error(f"{scales_name} holds an exponent above {MAX_EXPONENT}: NaN, or beyond float32")
+
+    def scales(rows: slice) -> F32Array:
+        found = exponents(rows)
+        return scale_of(found, levels(rows) if (found < MIN_HALF_EXPONENT).any() else None)
+
+    return packed_tensor(shape=shape, stored_as="mxfp4", kind="e2m1", group_size=GROUP, scales=scales, levels=levels)
 
 
 def scale_of(exponents: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8] | None) -> F32Array:
