@@ -34,7 +34,9 @@ def f(x):
 
 
 def load(path: Path, ctx: int) -> object:
-    return llama_cpp.Llama(str(path), n_ctx=ctx, n_batch=ctx, logits_all=True, verbose=False, n_threads=2)
+    return llama_cpp.Llama(
+        str(path), n_ctx=ctx, n_batch=ctx, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1
+    )
 
 
 def logits(llm: object, ids: list[int]) -> np.ndarray:

@@ -71,7 +71,9 @@ def test_llama_cpp_computes_the_same(case: Case, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the consumer; it is built from source")
     w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
     export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
-    llm = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, n_batch=64, logits_all=True, verbose=False, n_threads=2)
+    llm = llama_cpp.Llama(
+        str(tmp_path / "m.gguf"), n_ctx=64, n_batch=64, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1
+    )
     llm.eval(case.tokens.tolist())
     theirs = np.array(llm.scores[: len(case.tokens)])
     ours = logits(tmp_path / "m.w4", case.tokens)
