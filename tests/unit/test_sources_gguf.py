@@ -12,9 +12,10 @@ import pytest
 from exports import same, schemes, values
 from gguf.quants import dequantize, quantize
 from helpers import as_dtype, bf16_bits, llama_tensors, make_llama_gguf
+from w4files import as_bytes
 
 import w4conv
-from w4conv.codes import E2M1
+from w4conv import codes
 from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.scheme import QuantScheme
@@ -429,26 +430,42 @@ def test_blocks_are_kept_as_codes(tmp_path, qtype, scheme, arch, biases):
 
 def test_mxfp4_codes():
     """Every code and exponent that FP16 holds, and a block of zeros under any exponent."""
-    codes = np.arange(16, dtype=np.uint8)
-    blocks = np.stack([np.concatenate([[e], codes | codes[::-1] << 4]) for e in range(103, 143)]).astype(np.uint8)
+    numbers = np.arange(16, dtype=np.uint8)
+    blocks = np.stack([np.concatenate([[e], numbers | numbers[::-1] << 4]) for e in range(103, 143)]).astype(np.uint8)
     zeros = np.full((1, 17), 0x80, np.uint8)
     zeros[0, 0] = 3
     raw = np.concatenate([blocks, zeros])
     coding = QuantScheme("e2m1", 32, "f16")
     found = coded(raw, "MXFP4", coding, "there")
-    values = np.array(E2M1, np.float32)[found.codes] * found.scales.astype(np.float32)
+    values = codes.CODEBOOKS["e2m1"][found.codes] * found.scales.astype(np.float32)
     assert same(values, dequantize(raw, Q.MXFP4))
     raw[0, 0] = 102
     with pytest.raises(InputError, match="there: a scale lies beyond FP16"):
         coded(raw, "MXFP4", coding, "there")
 
 
+@pytest.mark.parametrize(("qtype", "scheme", "columns"), [("Q4_K", "int4o/g32", 256), ("Q5_0", "int8/g32", 32)])
+def test_types_that_gguf_only_reads(qtype, scheme, columns):
+    """Random blocks, with scales of ordinary size."""
+    rng = np.random.default_rng(6)
+    block, nbytes = gguf.GGML_QUANT_SIZES[Q[qtype]]
+    assert block == columns
+    raw = rng.integers(0, 256, (4, 3, nbytes), dtype=np.uint8)
+    n_scales = 2 if qtype == "Q4_K" else 1
+    raw[..., : 2 * n_scales] = rng.standard_normal((4, 3, n_scales)).astype("<f2").view(np.uint8)
+    raw = raw.reshape(4, -1)
+    coding = coding_of(qtype, 4, raw.shape[1], lambda start, stop: raw[start:stop].reshape(-1))
+    assert str(coding) == scheme
+    parts = {kind: as_bytes(part) for kind, part in coded(raw, qtype, coding, "there").parts(coding).items()}
+    assert same(codes.dequantize(coding, (4, 3 * columns), parts), dequantize(raw, Q[qtype]))
+
+
 def q4_1(offset: int, *, n: int = 6) -> np.ndarray:
     """Blocks of random codes and scales, the offset so many scales below zero."""
     rng = np.random.default_rng(offset)
     scales = (rng.integers(1, 64, (n, 1)) / 1024).astype("<f2")
-    codes = rng.integers(0, 256, (n, 16)).astype(np.uint8)
-    return np.concatenate([scales.view(np.uint8), (-offset * scales).astype("<f2").view(np.uint8), codes], axis=1)
+    nibbles = rng.integers(0, 256, (n, 16)).astype(np.uint8)
+    return np.concatenate([scales.view(np.uint8), (-offset * scales).astype("<f2").view(np.uint8), nibbles], axis=1)
 
 
 @pytest.mark.parametrize(("offsets", "scheme"), [((8, 8), "int4/g32"), ((0, 15), "int4z/g32"), ((3, 8), "int4z/g32")])
