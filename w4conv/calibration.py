@@ -1,30 +1,28 @@
-"""Calibration: the model run layer by layer on a text, each layer rounded for the inputs that the rounded ones before
-it give. One layer's weights and moments are held at a time, and the hidden rows of all tokens."""
+"""Calibration: each matrix rounded for what it reads, as observed on a text or as statistics of it say."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
 from w4conv import codes, kernels
+from w4conv.calibration_text import HELD_OUT, CalibrationText, is_held_out
 from w4conv.container import Layout
-from w4conv.errors import InputError, UsageError
-from w4conv.measure.texts import load_text
+from w4conv.errors import InputError
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, Lack, ScaleError, Solution, solve
 from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.recipe import KEPT
 from w4conv.runtime.engine import Captured, LayerModel, Matrix, padded_width
-from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.runtime.layers import final_norm
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
-from w4conv.statistics import HELD_OUT, is_held_out
+from w4conv.statistics import HEAD, Statistics
 
 F32Array = npt.NDArray[np.float32]
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as the container has them
@@ -34,95 +32,140 @@ _READ_ROWS: Final = 1 << 13
 NORMED: Final = ("qkv", "gate_up")  # places whose rows a norm gives
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationText:
-    """sequences: (n, ctx) token ids, spread evenly over the text. digest: BLAKE3 of the text's bytes, hexadecimal."""
-
-    digest: str
-    sequences: npt.NDArray[np.int64]
-
-    def record(self) -> dict[str, Any]:
-        """For the provenance of a container."""
-        n, ctx = self.sequences.shape
-        return {"text_blake3": self.digest, "tokens": n * ctx, "ctx": ctx, "held_out_sequences": n // HELD_OUT}
-
-
-def read_calibration(
-    path: Path, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
-) -> CalibrationText:
-    """Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read."""
-    if spec.experts is not None:
-        raise UsageError(
-            f"{spec.architecture} is a mixture of experts, whose activations differ from expert to expert; calibration "
-            "is not supported for it. Leave out --calibration"
-        )
-    if not 2 <= ctx <= spec.max_positions:
-        raise UsageError(f"calibration-ctx is {ctx}, expected 2 to {spec.max_positions}, the limit of the model")
-    n = tokens // ctx
-    if n < HELD_OUT:
-        raise UsageError(
-            f"{tokens:,} calibration tokens are {n} sequences of {ctx}; at least {HELD_OUT} are needed, since one in "
-            f"{HELD_OUT} is held out. Raise calibration-tokens or lower calibration-ctx"
-        )
-    text = load_text(path)
-    tokenizer = Tokenizer(blobs)
-    ids = np.array(tokenizer.encode(text.content), np.int64)
-    if len(ids) < n * ctx:
-        raise UsageError(
-            f"{path} has {len(ids):,} tokens, fewer than the {n * ctx:,} asked for. Use a longer text or lower "
-            "calibration-tokens"
-        )
-    starts = np.arange(n) * (len(ids) - ctx) // max(n - 1, 1)
-    sequences = ids[starts[:, None] + np.arange(ctx)]
-    if tokenizer.adds_bos and tokenizer.bos_id is not None:
-        sequences[:, 0] = tokenizer.bos_id
-    return CalibrationText(blake3(text.content.encode()).hexdigest(), sequences)
-
-
 @dataclass(slots=True)
 class _Seen:
     """Of one place; inputs are tuned to the first matrix that reads it.
 
-    lack: of the rows that a norm gives, for places in NORMED; else of the hidden rows.
+    lack: of the rows that a norm gives, for places in NORMED; else of the hidden rows; None for nothing.
     """
 
     inputs: Inputs
-    lack: Lack
+    lack: Lack | None
     tuned: bool = False
 
 
-class Calibrator:
-    """Rounds the layers of a source in order. `layout` says how each tensor is coded.
-
-    Layers that an interrupted conversion has written are not rounded again, but run with what was written.
-    """
+class Calibrator(ABC):
+    """Rounds the matrices of a source for what they read. `layout` says how each tensor is coded."""
 
     def __init__(
-        self, source: Source, spec: ModelSpec, layout: Layout, text: CalibrationText, methods: Mapping[str, str], *,
+        self, source: Source, spec: ModelSpec, layout: Layout, methods: Mapping[str, str], *,
         threads: int | None, solved: Callable[[int, str], None], kept: Collection[str] = (),
-        stored: Callable[[str], Parts] | None = None,
     ) -> None:  # fmt: skip
         """methods: of each matrix that is to be solved; the others are coded without regard to their inputs.
 
         solved: told the bytes of each source matrix, and its name, once it is rounded. kept: names of the first
-        tensors, which are written already; `stored` gives their parts.
+        tensors, which an interrupted conversion has written already.
         """
         self._source, self._spec, self._layout, self._methods = source, spec, layout, methods
-        self._threads, self._solved = threads, solved
-        self._kept, self._stored = kept, stored
-        self._sequences = text.sequences
-        # Hidden rows (n, ctx, padded hidden_size) of the model as it was, and of the one rounded so far.
-        self._streams: tuple[F32Array, F32Array] | None = None
-        self._next_layer = 0
-        self._done: dict[str, Solution] = {}
+        self._threads, self._solved, self._kept = threads, solved, kept
         # matrices by the method that won
-        self.chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
+        self._chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
 
+    @abstractmethod
     def take(self, name: str) -> Solution:
         """The rounding of a matrix that is not kept; asked for in the order of the model, each once.
 
         Raises InputError.
         """
+
+    def notes(self) -> list[str]:
+        won = ", ".join(f"{method} {n}" for method, n in self._chosen.items() if n)
+        return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
+
+    def _solve_matrix(self, t: TensorSpec, seen: _Seen, *, of_inputs: bool) -> Solution:
+        """of_inputs: whether what is lacking is so of the inputs."""
+        values = self._source.read(t.name)
+        s = self._solve(t, values, 0, seen, of_inputs=of_inputs)
+        if t.name not in self._kept:  # where only part of a layer is, the rest needs the same inputs
+            self._chosen[s.method] += 1
+            self._solved(values.nbytes, t.name)
+        return s
+
+    def _solve_rows(self, t: TensorSpec, seen: _Seen) -> Solution:
+        """A matrix with a row for each token, a block of rows at a time."""
+        found = []
+        for row in range(0, t.shape[0], _READ_ROWS):
+            values = self._source.read(t.name, slice(row, min(row + _READ_ROWS, t.shape[0])))
+            found.append(self._solve(t, values, row, seen, of_inputs=True))
+            self._chosen[found[-1].method] += row == 0
+            self._solved(values.nbytes, t.name)
+        return replace(
+            found[0],
+            codes=np.concatenate([s.codes for s in found]),
+            scales=np.concatenate([s.scales for s in found]),
+            n_underflowed=sum(s.n_underflowed for s in found),
+        )
+
+    def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
+        """values: rows of t from `row` on."""
+        w = _as_f32(values, self._source.tensors[t.name].dtype)
+        lack = seen.lack.of(w, threads=self._threads) if of_inputs and seen.lack is not None else seen.lack
+        scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
+        try:
+            self._tune(t, w, seen, lack)
+            return solve(w, seen.inputs, scheme, method, lack=lack, threads=self._threads)
+        except ScaleError as error:
+            raise self._bad(t.name, error, row + error.row) from None
+
+    def _tune(self, t: TensorSpec, w: F32Array, seen: _Seen, lack: Lack | None) -> None:
+        if not seen.tuned and "gptq" in METHODS[self._methods[t.name]]:
+            scheme = self._layout.tensors[t.name].scheme
+            seen.inputs, seen.tuned = seen.inputs.tuned(w, scheme, lack), True
+
+    def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
+        at = error.row if row is None else row
+        return InputError(f"{self._source.path}: {name}: {error.reason} at row {at}, column {error.column}")
+
+
+class StatisticsCalibrator(Calibrator):
+    """For what the matrices read in the model as it was, from its statistics: each for its own outputs."""
+
+    def __init__(
+        self, source: Source, spec: ModelSpec, layout: Layout, methods: Mapping[str, str], statistics: Statistics, *,
+        threads: int | None, solved: Callable[[int, str], None], kept: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(source, spec, layout, methods, threads=threads, solved=solved, kept=kept)
+        self._statistics = statistics
+        self._at: tuple[tuple[int | None, str], _Seen] | None = None
+
+    def take(self, name: str) -> Solution:
+        t = next(t for t in self._spec.tensors() if t.name == name)
+        if t.layer is None:
+            return self._solve_rows(t, self._of_place(None, HEAD))
+        return self._solve_matrix(t, self._of_place(t.layer, READS[t.part]), of_inputs=False)
+
+    def _of_place(self, layer: int | None, place: str) -> _Seen:
+        if self._at is None or self._at[0] != (layer, place):
+            seen = _Seen(Inputs(*self._statistics.of_place(layer, place).second_moments(), threads=self._threads), None)
+            for t in self._spec.tensors():  # also where the first of them is kept
+                if t.layer == layer and READS.get(t.part) == place and t.name in self._methods:
+                    self._tune(t, _floats(self._source, t.name), seen, None)
+            self._at = (layer, place), seen
+        return self._at[1]
+
+
+class TextCalibrator(Calibrator):
+    """The model run layer by layer on a text, each layer rounded for the inputs that the rounded ones before it give.
+
+    One layer's weights and moments are held at a time, and the hidden rows of all tokens. Layers that an interrupted
+    conversion has written are not rounded again, but run with what was written.
+    """
+
+    def __init__(
+        self, source: Source, spec: ModelSpec, layout: Layout, methods: Mapping[str, str], text: CalibrationText, *,
+        threads: int | None, solved: Callable[[int, str], None], kept: Collection[str] = (),
+        stored: Callable[[str], Parts] | None = None,
+    ) -> None:  # fmt: skip
+        """stored: gives the parts of tensors that are kept."""
+        super().__init__(source, spec, layout, methods, threads=threads, solved=solved, kept=kept)
+        self._stored = stored
+        self._sequences = text.sequences
+        # Hidden rows (n, ctx, padded hidden_size) of the model as it was, and of the one rounded so far.
+        self._streams: tuple[F32Array, F32Array] | None = None
+        self._next_layer = 0
+        self._done: dict[str, Solution] = {}
+
+    def take(self, name: str) -> Solution:
         if self._streams is None:
             self._start()
         while name not in self._done:
@@ -134,16 +177,13 @@ class Calibrator:
             self._next_layer += 1
         return self._done.pop(name)
 
-    def notes(self) -> list[str]:
-        won = ", ".join(f"{method} {n}" for method, n in self.chosen.items() if n)
-        return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
-
     def _start(self) -> None:
         exact = self._embed(self._original_rows)
         embedding = self._spec.tensors()[0]
         if embedding.name in self._methods:  # and the head, what its error is judged as
             if embedding.name not in self._kept:
-                self._solve_rows(embedding, self._exact_head(exact[::TIED_SHARE].copy()))
+                seen = self._exact_head(exact[::TIED_SHARE].copy())
+                self._done[embedding.name] = self._solve_rows(embedding, seen)
             matrix = self._rounded(embedding)
             self._streams = exact, self._embed(lambda ids: _some_rows(matrix, ids))
         else:
@@ -232,11 +272,7 @@ class Calibrator:
             scheme = self._layout.tensors[t.name].scheme
             same = self._source.tensors[t.name].coding == scheme  # then its values as they are
             return self._original(t) if same else self._coded(t, scheme)
-        values = self._source.read(t.name)
-        s = self._done[t.name] = self._solve(t, values, 0, seen, of_inputs=READS[t.part] in NORMED)
-        if t.name not in self._kept:  # where only part of a layer is, the rest needs the same inputs
-            self.chosen[s.method] += 1
-            self._solved(values.nbytes, t.name)
+        self._done[t.name] = self._solve_matrix(t, seen, of_inputs=READS[t.part] in NORMED)
         return self._rounded(t)
 
     def _rounded(self, t: TensorSpec) -> Matrix:
@@ -248,18 +284,6 @@ class Calibrator:
             s = self._done[t.name]
             parts = {"codes": kernels.as_bytes(s.codes), "scales": kernels.as_bytes(s.scales)}
         return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
-
-    def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
-        """values: rows of t from `row` on. of_inputs: whether what is lacking is so of the inputs."""
-        w = _as_f32(values, self._source.tensors[t.name].dtype)
-        lack = seen.lack.of(w, threads=self._threads) if of_inputs else seen.lack
-        scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
-        try:
-            if not seen.tuned and "gptq" in METHODS[method]:
-                seen.inputs, seen.tuned = seen.inputs.tuned(w, scheme, lack), True
-            return solve(w, seen.inputs, scheme, method, lack=lack, threads=self._threads)
-        except ScaleError as error:
-            raise self._bad(t.name, error, row + error.row) from None
 
     def _original(self, t: TensorSpec) -> Matrix:
         return self._coded(t, KEPT[self._source.tensors[t.name].dtype])
@@ -319,35 +343,13 @@ class Calibrator:
         assert self._streams is not None
         normed = ((self._normed(a), self._normed(b)) for a, b in zip(*self._streams, strict=True))
         seen = self._see((rounded, exact - rounded) for exact, rounded in normed)
-        self._solve_rows(self._spec.tensors()[-1], seen)
-
-    def _solve_rows(self, t: TensorSpec, seen: _Seen) -> None:
-        """A matrix with a row for each token, a block of rows at a time."""
-        found = []
-        for row in range(0, t.shape[0], _READ_ROWS):
-            values = self._source.read(t.name, slice(row, min(row + _READ_ROWS, t.shape[0])))
-            found.append(self._solve(t, values, row, seen, of_inputs=True))
-            self.chosen[found[-1].method] += row == 0
-            self._solved(values.nbytes, t.name)
-        self._done[t.name] = replace(
-            found[0],
-            codes=np.concatenate([s.codes for s in found]),
-            scales=np.concatenate([s.scales for s in found]),
-            n_underflowed=sum(s.n_underflowed for s in found),
-        )
+        head = self._spec.tensors()[-1]
+        self._done[head.name] = self._solve_rows(head, seen)
 
     def _normed(self, hidden: F32Array) -> F32Array:
         """Hidden rows after the final norm."""
         norm = next(t for t in self._spec.tensors() if t.part == "norm")
-        x = hidden[:, : self._spec.hidden_size]
-        squares = kernels.product(x * x, np.ones((1, x.shape[1]), np.float32), threads=self._threads)
-        r = 1 / np.sqrt(squares / np.float32(x.shape[1]) + np.float32(self._spec.norm_eps))
-        weight = _floats(self._source, norm.name) + np.float32(self._spec.norm_offset)
-        return np.asarray(x * r * weight, np.float32)
-
-    def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
-        at = error.row if row is None else row
-        return InputError(f"{self._source.path}: {name}: {error.reason} at row {at}, column {error.column}")
+        return final_norm(self._spec, hidden, _floats(self._source, norm.name), threads=self._threads)
 
 
 def _nearest(

@@ -24,7 +24,7 @@ from w4conv.quantization.folding import (
 )
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import Source
-from w4conv.statistics import SecondMoments
+from w4conv.statistics import PlaceStatistics, SecondMoments
 
 F32Array = npt.NDArray[np.float32]
 
@@ -44,14 +44,16 @@ class ChannelScaling:
         self._source, self._spec, self._schemes = source, spec, schemes
         self._threads, self._advance = threads, advance
 
-    def find(self, layers: Iterable[Mapping[str, SecondMoments]]) -> Folding:
+    def find(self, layers: Iterable[Mapping[str, PlaceStatistics]]) -> Folding:
         """layers: what each one's places read."""
         found: dict[tuple[int, str], Exponents] = {}
-        for i, moments in enumerate(layers):
+        for i, places in zip(range(self._spec.n_layers), layers, strict=False):
             tensors = self._spec.layer_tensors(i)
             for place in PLACES:
-                if self._is_free(place, tensors) and (e := self._of_place(i, place, tensors, moments[place])).any():
-                    found[i, place] = e
+                if self._is_free(place, tensors):
+                    e = self._of_place(i, place, tensors, places[place].second_moments())
+                    if e.any():
+                        found[i, place] = e
             for t in tensors:
                 if t.name in self._schemes:
                     self._advance(math.prod(t.shape), t.name)

@@ -16,6 +16,7 @@ from w4conv.quantization.generic import GENERIC
 from w4conv.quantization.recipe import Rule, make_recipe, read_rules
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
+from w4conv.statistics import Statistics, is_statistics
 from w4conv.writing import write
 
 
@@ -74,8 +75,8 @@ def quantize(
     target_bpw: float | str | None = None,
     method: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
-    calibration_tokens: int = 16384,
-    calibration_ctx: int = 512,
+    calibration_tokens: int | None = None,
+    calibration_ctx: int | None = None,
     requantize: bool = False,
     threads: int | None = None,
     overwrite: bool = False,
@@ -102,8 +103,10 @@ def quantize(
     whose channels are scaled by powers of two, which what comes before takes back: quantization/folding.py), "gptq"
     (scales searched, each column rounded with the errors of those before it in mind), or "best" (of rtn, search and
     gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which
-    activations are observed: calibration_tokens of it in sequences of calibration_ctx, spread over the text. They keep
-    what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
+    activations are observed: calibration_tokens of it (16384) in sequences of calibration_ctx (512), spread over the
+    text. They keep what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
+    calibration may also be a file of statistics (statistics.calibrate). Then each matrix is rounded for the inputs that
+    it has in the source; gptq and best need those with second moments, and without them None means awq.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
@@ -144,6 +147,9 @@ def quantize(
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
     generic = architecture == GENERIC
+    seen: tuple[Path, int | None, int | None] | Statistics | None = None
+    if calibration is not None:
+        seen = _open_calibration(Path(calibration), calibration_tokens, calibration_ctx)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
         _refuse_same_file(source, out)
         if gptq_zero15 is not None and source.gptq_zero15 is None:
@@ -156,13 +162,12 @@ def quantize(
             )
             scheme = _default_scheme(source, requantize=asked)
         made = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings, rules=rules)
-        text = None if calibration is None else (Path(calibration), calibration_tokens, calibration_ctx)
         progress = progress or Silent()
         plan = ConversionPlan(
             source,
             made,
-            _method(method, calibration),
-            text,
+            _method(method, seen),
+            seen,
             target,
             generic=generic,
             threads=threads,
@@ -205,8 +210,22 @@ def _target(bpw: float | str, *others: object) -> Decimal:
     return target.normalize()
 
 
+def _open_calibration(
+    path: Path, tokens: int | None, ctx: int | None
+) -> tuple[Path, int | None, int | None] | Statistics:
+    if not is_statistics(path):
+        return path, tokens, ctx
+    if tokens is not None or ctx is not None:
+        raise UsageError(
+            f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"
+        )
+    return Statistics(path)
+
+
 def _method(method: str | None, calibration: object) -> str:
     chosen = method or ("rtn" if calibration is None else "best")
+    if method is None and isinstance(calibration, Statistics) and not calibration.full:
+        chosen = "awq"
     known_method(chosen)
     if chosen == "rtn" and calibration is not None:
         raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")

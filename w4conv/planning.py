@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import __version__, codes
-from w4conv.calibration import CalibrationText, read_calibration
+from w4conv.calibration_text import CTX, TOKENS, CalibrationText, read_calibration
 from w4conv.channel_scaling import METHOD as AWQ
 from w4conv.channel_scaling import ChannelScaling
 from w4conv.container import Layout, TensorPlan, plan
@@ -30,7 +30,7 @@ from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
 from w4conv.runtime.tokenizer import highest_ids
 from w4conv.sensitivity import Sensitivity
 from w4conv.sources.base import Source
-from w4conv.statistics import observe
+from w4conv.statistics import Statistics, observe
 
 TOOL: Final = f"w4conv {__version__}"
 HEAD: Final = "lm_head.weight"
@@ -44,16 +44,17 @@ class ConversionPlan:
     """One source planned by one recipe. Creating it checks everything but the values, with target_bpw these too.
 
     layout: of the whole file. recipe: with the rules that target_bpw, if given, has added in front, n_allocated.
-    method: the word for the record; methods: matrix -> its own, of those that are calibrated, on `text`.
+    method: the word for the record; methods: matrix -> its own, of those that are calibrated, on `calibration`.
     coded: names of tensors whose codes and scales are taken as they are. notes: for the user and the record.
     file_nbytes: of each source file. source: with its channels scaled where AWQ has it so; folding: how.
     """
 
     def __init__(
-        self, source: Source, recipe: Recipe, method: str, calibration: tuple[Path, int, int] | None,
-        target: Decimal | None, *, generic: bool, threads: int | None, progress: Progress,
+        self, source: Source, recipe: Recipe, method: str,
+        calibration: tuple[Path, int | None, int | None] | Statistics | None, target: Decimal | None, *,
+        generic: bool, threads: int | None, progress: Progress,
     ) -> None:  # fmt: skip
-        """calibration: the text, and how many tokens of it in sequences of how many."""
+        """calibration: the text, and how many tokens of it in sequences of how many; or statistics."""
         self.source = source
         self.recipe = recipe
         self.notes = list(source.notes)
@@ -73,12 +74,18 @@ class ConversionPlan:
                 raise self._fail(f"{error}. With --architecture generic it is converted, but cannot be run") from None
             self._check_vocabulary(self.model)
         self._choices = recipe.choices(self.model)
-        self.methods = self._calibrated(method, with_text=calibration is not None)
-        self.text: CalibrationText | None = None
-        if calibration is not None:
+        self.calibration: CalibrationText | Statistics | None = None
+        if isinstance(calibration, Statistics):
+            self.calibration = calibration
+        elif calibration is not None:
             path, tokens, ctx = calibration
-            self.text = read_calibration(path, source.blobs, self.spec(), tokens=tokens, ctx=ctx)
+            self.calibration = read_calibration(
+                path, source.blobs, self.spec(), tokens=tokens or TOKENS, ctx=ctx or CTX
+            )
+        self.methods = self._calibrated(method, with_text=calibration is not None)
         self._check_source()
+        if isinstance(self.calibration, Statistics):
+            self.calibration.check(source, self.spec())
         self.target, self.n_allocated = target, 0
         if target is not None:
             chosen = self._allocate(target, threads, progress)
@@ -110,6 +117,13 @@ class ConversionPlan:
                     f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
                     f"as {' or '.join(CALIBRATED)}, and heads as int4"
                 )
+        if isinstance(self.calibration, Statistics) and not self.calibration.full:
+            for name, method in methods.items():
+                if "gptq" in METHODS[method]:
+                    raise UsageError(
+                        f"method {method} for {name} needs second moments, and {self.calibration.path} has none: make "
+                        "it with `w4conv calibrate --full`, or choose search or awq"
+                    )
         if with_text and not methods:
             raise UsageError(
                 f"scheme {self.recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
@@ -137,13 +151,15 @@ class ConversionPlan:
             )
         progress.start(sum(self.source.tensors[t.name].nbytes or math.prod(t.shape) * 2 for t in free))
         sensitivity = Sensitivity(self.source, free, MENU, threads=threads, advance=progress.advance)
-        losses = (
-            sensitivity.from_weights() if self.text is None
-            else sensitivity.from_text(self.spec(), self.text.sequences)
-        )  # fmt: skip
+        if self.calibration is None:
+            losses, by = sensitivity.from_weights(), "the error of their weights"
+        elif isinstance(self.calibration, Statistics):
+            losses, by = sensitivity.from_statistics(self.calibration), "the error of their outputs by the statistics"
+        else:
+            losses = sensitivity.from_text(self.spec(), self.calibration.sequences)
+            by = "what they lose on the text"
         budget = int(target * n_parameters / 8) - taken
         chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)
-        by = "the error of their weights" if self.text is None else "what they lose on the text"
         self.notes.append(f"schemes of {len(free)} matrices chosen for {target} bits a weight, by {by}")
         return [(name, Rule(MENU[i].kind, MENU[i].group_size)) for name, i in chosen.items()]
 
@@ -152,11 +168,15 @@ class ConversionPlan:
         tensors = [t for t in self.model.tensors() if self.methods.get(t.name) == AWQ and t.role == "linear"]
         if not tensors:
             return None
-        assert self.text is not None
         schemes = {t.name: self._choices[t.name].coding(self.source.tensors[t.name].dtype) for t in tensors}
         progress.start(sum(math.prod(t.shape) for t in tensors))
         scaling = ChannelScaling(self.source, self.spec(), schemes, threads=threads, advance=progress.advance)
-        folding = scaling.find(observe(self.source, self.spec(), self.text.sequences, threads=threads))
+        if isinstance(self.calibration, Statistics):
+            folding = scaling.find(self.calibration.layers(self.spec()))
+        else:
+            assert self.calibration is not None
+            seen = observe(self.source, self.spec(), self.calibration.sequences, full=True, threads=threads)
+            folding = scaling.find(seen)
         self.notes.append(
             f"awq: channels scaled by powers of two at {len(folding.exponents)} places of {self.spec().n_layers} "
             "layers, folded exactly into what comes before"
@@ -285,8 +305,8 @@ class ConversionPlan:
             record["target_bpw"] = str(self.target)
         if self.folding is not None:
             record["folding"] = self.folding.record()
-        if self.text is not None:
-            record["calibration"] = self.text.record() | {"damping_percents": list(DAMPING_PERCENTS)}
+        if self.calibration is not None:
+            record["calibration"] = self.calibration.record() | {"damping_percents": list(DAMPING_PERCENTS)}
         return record
 
 

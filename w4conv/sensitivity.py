@@ -25,6 +25,7 @@ from w4conv.runtime.engine import LayerModel, Matrix
 from w4conv.runtime.layers import LayeredSource
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import Source
+from w4conv.statistics import Statistics
 
 F32Array = npt.NDArray[np.float32]
 F64Array = npt.NDArray[np.float64]
@@ -56,12 +57,23 @@ class Sensitivity:
         self._threads, self._advance = threads, advance
 
     def from_weights(self) -> dict[str, tuple[float, ...]]:
-        n_layers = len({t.layer for t in self._tensors if t.layer is not None})
+        weights = self._place_weights()
+        return {t.name: tuple(weights[t.name] * e for e in self._errors(t, None)) for t in self._tensors}
 
-        def weight(t: TensorSpec) -> float:
-            return PLACE_WEIGHTS.get(t.part, OTHER_WEIGHT) if t.layer is not None else END_WEIGHT * max(n_layers, 1)
+    def _place_weights(self) -> dict[str, float]:
+        of_end = END_WEIGHT * max(len({t.layer for t in self._tensors if t.layer is not None}), 1)
+        return {t.name: of_end if t.layer is None else PLACE_WEIGHTS.get(t.part, OTHER_WEIGHT) for t in self._tensors}
 
-        return {t.name: tuple(weight(t) * e for e in self._errors(t, None)) for t in self._tensors}
+    def from_statistics(self, statistics: Statistics) -> dict[str, tuple[float, ...]]:
+        """As from weights, but each column weighted by what it reads."""
+
+        def squares(t: TensorSpec) -> F64Array | None:
+            if t.layer is None:
+                return None
+            return np.asarray(statistics.of_place(t.layer, READS[t.part]).mean_square[0], np.float64)
+
+        weights = self._place_weights()
+        return {t.name: tuple(weights[t.name] * e for e in self._errors(t, squares(t))) for t in self._tensors}
 
     def from_text(self, spec: ModelSpec, sequences: IntArray) -> dict[str, tuple[float, ...]]:
         """sequences: (n, ctx) token ids, of which some are used."""

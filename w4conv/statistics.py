@@ -1,22 +1,49 @@
-"""Moments of what the products of a model read on a text, place by place: its activations, summed up."""
+"""Statistics of what the products of a model read on a text, place by place; saved once, used by many conversions.
+
+A file is safetensors. Of each layer i and place p (qkv, o, gate_up, down), and of what the head reads, F32:
+
+    layers.i.p.mean, head.mean                   (2, n)      of each of n channels
+    layers.i.p.mean_square, head.mean_square     (2, n)
+    layers.i.p.moments, head.moments             (2, n, n)   mean of x x^T; only where they were asked for
+
+Of the two, the first is over the tokens to fit, the second over those held out to judge by.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
+from w4conv import codes, kernels
+from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, read_calibration
+from w4conv.container import check_target, open_target
 from w4conv.errors import InputError
+from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
+from w4conv.progress import Progress, Silent
+from w4conv.quantization.folding import PLACES
 from w4conv.quantization.moments import Moments
-from w4conv.runtime.layers import LayeredSource
+from w4conv.runtime.layers import LayeredSource, final_norm
+from w4conv.sources import open_source
+from w4conv.sources._files import MappedFile, parse_json_object
 from w4conv.sources.base import Source
+from w4conv.sources.safetensors import Entry, read_header
 
 F32Array = npt.NDArray[np.float32]
 
-HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
+FORMAT: Final = "w4conv statistics 1"
+HEAD: Final = "head"
+_BLOCK_NBYTES: Final = 1 << 22
+_RECORDED: Final = ("text_blake3", "tokens", "ctx", "held_out_sequences")
 
 
 class SecondMoments(NamedTuple):
@@ -26,28 +53,246 @@ class SecondMoments(NamedTuple):
     held_out: F32Array
 
 
-def is_held_out(sequence: int, one_in: int = HELD_OUT) -> bool:
-    return sequence % one_in == one_in // 2
+class _Sums:
+    """Of one place, over the tokens to fit or those held out."""
+
+    def __init__(self, n_channels: int, *, full: bool) -> None:
+        self._n = 0
+        self._sum, self._squares = np.zeros(n_channels), np.zeros(n_channels)
+        self._moments = Moments(n_channels) if full else None
+
+    def add(self, x: F32Array, threads: int | None) -> None:
+        """x: (n_tokens, n_channels). Float32 sums in one fixed order, added up in float64 (quantization/moments.py)."""
+        ones, across = np.ones((1, len(x)), np.float32), np.ascontiguousarray(x.T)
+        self._sum += kernels.product(across, ones, threads=threads)[:, 0]
+        self._squares += kernels.product(across * across, ones, threads=threads)[:, 0]
+        self._n += len(x)
+        if self._moments is not None:
+            self._moments.add(x, threads=threads)
+
+    def means(self) -> dict[str, F64Array]:
+        n = max(self._n, 1)
+        found = {"mean": self._sum / n, "mean_square": self._squares / n}
+        return found if self._moments is None else found | {"moments": self._moments.matrix()}
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceStatistics:
+    """mean, mean_square: (2, n); moments: (2, n, n) or None. First of the tokens to fit, then of those held out."""
+
+    mean: npt.NDArray[np.floating[Any]]
+    mean_square: npt.NDArray[np.floating[Any]]
+    moments: npt.NDArray[np.floating[Any]] | None = None
+
+    def second_moments(self) -> SecondMoments:
+        """The whole ones, or as if channels were independent but for their means."""
+        if self.moments is not None:
+            return SecondMoments(*(m.astype(np.float64) for m in self.moments))
+        mean = self.mean.astype(np.float64)
+        variance = np.maximum(self.mean_square.astype(np.float64) - mean * mean, 0)
+        return SecondMoments(*(np.diag(v) + np.multiply.outer(m, m) for m, v in zip(mean, variance, strict=True)))
 
 
 def observe(
-    source: Source, spec: ModelSpec, sequences: npt.NDArray[np.int64], *, threads: int | None
-) -> Iterator[dict[str, SecondMoments]]:
-    """Of each layer, by place. One layer's weights and moments are held at a time, and the hidden rows of all tokens.
+    source: Source, spec: ModelSpec, sequences: npt.NDArray[np.int64], *, full: bool, threads: int | None
+) -> Iterator[dict[str, PlaceStatistics]]:
+    """Of each layer, by place, and at last of the head. One layer's weights and sums are held at a time, and the hidden
+    rows of all tokens.
 
-    Raises InputError where activations are not finite.
+    full: with moments. Raises InputError where activations are not finite.
     """
     model = LayeredSource(source, threads=threads)
     hidden = model.embed(sequences)
-    for i in range(spec.n_layers):
-        layer = model.layer(i, threads=threads).model
-        sums: dict[str, tuple[Moments, Moments]] = {}
-        for j, sequence in enumerate(hidden):
-            captured = layer.run(sequence, capture=True)
-            assert captured is not None
-            for place, rows in captured._asdict().items():
+
+    def summed(rows_of: Iterator[dict[str, F32Array]]) -> dict[str, PlaceStatistics]:
+        sums: dict[str, tuple[_Sums, _Sums]] = {}
+        for i, places in enumerate(rows_of):
+            for place, rows in places.items():
                 if not np.isfinite(rows).all():
                     raise InputError(f"{source.path}: the model's activations are not finite; its weights are broken")
-                pair = sums.setdefault(place, (Moments(rows.shape[1]), Moments(rows.shape[1])))
-                pair[is_held_out(j)].add(rows, threads=threads)
-        yield {place: SecondMoments(fit.matrix(), judge.matrix()) for place, (fit, judge) in sums.items()}
+                if place not in sums:
+                    sums[place] = (_Sums(rows.shape[1], full=full), _Sums(rows.shape[1], full=full))
+                sums[place][is_held_out(i)].add(rows, threads)
+        means = {place: [part.means() for part in pair] for place, pair in sums.items()}
+        return {
+            place: PlaceStatistics(**{kind: np.stack([a[kind], b[kind]]) for kind in a})
+            for place, (a, b) in means.items()
+        }
+
+    for i in range(spec.n_layers):
+        layer = model.layer(i, threads=threads).model
+        yield summed(captured._asdict() for captured in (layer.run(s, capture=True) for s in hidden) if captured)
+    norm = model.final_norm_weight()
+    yield summed({HEAD: final_norm(spec, s, norm, threads=threads)} for s in hidden)
+
+
+class Statistics:
+    """A file of statistics, opened; nothing but the mapping is held."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises InputError."""
+        self.path = path
+        self._file = MappedFile(path)
+        self._entries = read_header(self._file)
+        length = int.from_bytes(self._file.view(0, 8).tobytes(), "little")
+        header = parse_json_object(self._file.view(8, length).tobytes(), f"{path}: header")
+        about = header.get("__metadata__")
+        self._about: dict[str, str] = about if isinstance(about, dict) else {}  # of strings: read_header has checked
+        if self._about.get("format") != FORMAT:
+            raise InputError(f"{path}: is no file of statistics of `w4conv calibrate`: its format is not {FORMAT!r}")
+        self.full = any(name.endswith(".moments") for name in self._entries)
+        state = blake3()
+        for start in range(0, self._file.nbytes, _BLOCK_NBYTES):
+            state.update(self._file.view(start, min(_BLOCK_NBYTES, self._file.nbytes - start)).data)
+        self.digest = state.hexdigest()
+
+    def check(self, source: Source, spec: ModelSpec) -> None:
+        """Raises InputError when they are those of another model."""
+        wrong = f"{self.path}: is of another model than {source.path}"
+        if self._about.get("architecture") != spec.architecture:
+            raise InputError(f"{wrong}: its architecture is {self._about.get('architecture')}, not {spec.architecture}")
+        for name, n in _channels(spec).items():
+            for kind, shape in (("mean", (2, n)), ("mean_square", (2, n)), ("moments", (2, n, n))):
+                if kind == "moments" and not self.full:
+                    continue
+                entry = self._entries.get(f"{name}.{kind}")
+                if entry is None or (entry.dtype, entry.shape) != ("F32", shape):
+                    found = "is missing" if entry is None else f"is {entry.dtype} {list(entry.shape)}"
+                    raise InputError(f"{wrong}: {name}.{kind} {found}, expected F32 {list(shape)}")
+        if self._about.get("model_blake3") != _digest_of_norms(source, spec):
+            raise InputError(f"{wrong}: the weights of the norms differ. Observe this one with `w4conv calibrate`")
+
+    def of_place(self, layer: int | None, place: str) -> PlaceStatistics:
+        name = _name(layer, place)
+        mean, squares = self._read(f"{name}.mean"), self._read(f"{name}.mean_square")
+        found = PlaceStatistics(mean, squares, self._read(f"{name}.moments") if self.full else None)
+        if not all(np.isfinite(a).all() for a in (mean, squares, found.moments) if a is not None):
+            raise InputError(f"{self.path}: {name}: a value is not finite; the file is damaged")
+        return found
+
+    def layers(self, spec: ModelSpec) -> Iterator[dict[str, PlaceStatistics]]:
+        for i in range(spec.n_layers):
+            yield {place: self.of_place(i, place) for place in PLACES}
+
+    def record(self) -> dict[str, Any]:
+        """For the provenance of a container."""
+        return {"statistics_blake3": self.digest} | {key: _number(self._about.get(key)) for key in _RECORDED}
+
+    def _read(self, name: str) -> F32Array:
+        entry: Entry = self._entries[name]
+        raw = self._file.view(entry.offset, entry.nbytes)
+        return np.frombuffer(raw.tobytes(), np.float32).reshape(entry.shape)
+
+
+def is_statistics(path: Path) -> bool:
+    """Whether a file begins as safetensors do, and as no text does."""
+    try:
+        if not path.is_file():  # what a pipe gives can be read once only
+            return False
+        with path.open("rb") as stream:
+            head = stream.read(9)
+    except OSError:
+        return False  # told where it is opened
+    return len(head) == 9 and head[4:] == b"\0\0\0\0{"
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsReport:
+    """Statistics written. n_places: of all layers, and the head. full: with second moments. digest: BLAKE3 of the
+    file."""
+
+    source: str
+    text: str
+    out: str
+    architecture: str
+    tokens: int
+    ctx: int
+    n_places: int
+    full: bool
+    nbytes: int
+    digest: str
+
+
+def calibrate(
+    src: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    tokens: int = TOKENS,
+    ctx: int = CTX,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> StatisticsReport:
+    """Observe the checkpoint `src` on a UTF-8 text, and write the statistics that `quantize(calibration=out)` takes.
+
+    full: with second moments of all pairs of channels, which the methods gptq and best need; they are large. tokens, in
+    sequences of ctx: of the text, spread over it. The same input gives the same bytes.
+    Raises UsageError, InputError, OutputError.
+    """
+    progress, out = progress or Silent(), Path(out)
+    with open_source(Path(src)) as source:
+        spec = parse_config(json.loads(source.blobs["config.json"]))
+        cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
+        head = _header(source, spec, cut, full=full)
+        channels = _channels(spec)
+        nbytes = len(head) + sum(4 * 2 * n * (2 + n * full) for n in channels.values())
+        check_target(out, nbytes, overwrite=overwrite)
+        progress.start(len(channels))
+        state = blake3(head)
+        with open_target(out, nbytes, overwrite=overwrite, signature=head[:64]) as target:
+            target.write(head)
+            for i, places in enumerate(observe(source, spec, cut.sequences, full=full, threads=threads)):
+                for place, found in places.items():
+                    for values in (found.mean, found.mean_square, found.moments):
+                        if values is not None:
+                            data = np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8).data
+                            target.write(data)
+                            state.update(data)
+                    progress.advance(1, _name(None if place == HEAD else i, place))
+    return StatisticsReport(
+        source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
+        ctx=ctx, n_places=len(channels), full=full, nbytes=nbytes, digest=state.hexdigest(),
+    )  # fmt: skip
+
+
+def _number(word: str | None) -> int | str:
+    return int(word) if word and word.isascii() and word.isdigit() and len(word) < 16 else (word or "")
+
+
+def _name(layer: int | None, place: str) -> str:
+    return place if layer is None else f"layers.{layer}.{place}"
+
+
+def _channels(spec: ModelSpec) -> dict[str, int]:
+    """Places and what they read, in the order of the file."""
+    widths = (spec.hidden_size, spec.n_heads * spec.head_dim, spec.hidden_size, spec.intermediate_size)
+    places = {_name(i, place): n for i in range(spec.n_layers) for place, n in zip(PLACES, widths, strict=True)}
+    return places | {HEAD: spec.hidden_size}
+
+
+def _header(source: Source, spec: ModelSpec, text: CalibrationText, *, full: bool) -> bytes:
+    about = {"format": FORMAT, "architecture": spec.architecture, "model_blake3": _digest_of_norms(source, spec)}
+    record = {key: str(value) for key, value in text.record().items()}
+    entries: dict[str, Any] = {"__metadata__": about | record}
+    end = 0
+    for name, n in _channels(spec).items():
+        for kind, shape in (("mean", [2, n]), ("mean_square", [2, n]), ("moments", [2, n, n]))[: 3 if full else 2]:
+            begin, end = end, end + 4 * math.prod(shape)
+            entries[f"{name}.{kind}"] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _digest_of_norms(source: Source, spec: ModelSpec) -> str:
+    """Stands for the checkpoint: BLAKE3 of the weights of its norms as float32."""
+    state = blake3()
+    for t in spec.tensors():
+        if t.role == "norm":
+            values = source.read(t.name)
+            dtype = source.tensors[t.name].dtype
+            wide = codes.bf16_to_f32(values.view(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
+            state.update(wide.astype("<f4").tobytes())
+    return state.hexdigest()

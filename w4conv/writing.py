@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
-from w4conv.calibration import Calibrator
+from w4conv.calibration import Calibrator, StatisticsCalibrator, TextCalibrator
 from w4conv.container import Journal, Writer, open_target, stamp
 from w4conv.container.target import Target
 from w4conv.digests import FileDigests
@@ -20,6 +20,7 @@ from w4conv.progress import Progress
 from w4conv.quantization.calibrated import Solution
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import CodedRows
+from w4conv.statistics import Statistics
 
 Array = npt.NDArray[np.generic]
 
@@ -68,15 +69,20 @@ def write(
 def _calibrator(
     plan: ConversionPlan, target: Target, kept: Collection[str], threads: int | None, progress: Progress
 ) -> Calibrator | None:
-    if plan.text is None:
+    if plan.calibration is None:
         return None
+    if isinstance(plan.calibration, Statistics):
+        return StatisticsCalibrator(
+            plan.source, plan.spec(), plan.layout, plan.methods, plan.calibration, threads=threads,
+            solved=progress.advance, kept=kept,
+        )  # fmt: skip
 
     def stored(name: str) -> dict[str, npt.NDArray[np.uint8]]:
         parts = plan.layout.tensors[name].parts
         return {part.kind: np.frombuffer(target.read_at(part.offset, part.nbytes), np.uint8) for part in parts}
 
-    return Calibrator(
-        plan.source, plan.spec(), plan.layout, plan.text, plan.methods, threads=threads, solved=progress.advance,
+    return TextCalibrator(
+        plan.source, plan.spec(), plan.layout, plan.methods, plan.calibration, threads=threads, solved=progress.advance,
         kept=kept, stored=stored,
     )  # fmt: skip
 

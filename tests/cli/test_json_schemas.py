@@ -28,6 +28,7 @@ def test_every_command_is_described() -> None:
     [
         ("quantize", "{checkpoint}", "out.w4"),
         ("quantize", "{checkpoint}", "out.w4", "--dry-run"),
+        ("calibrate", "{checkpoint}", "{text}", "-o", "out.safetensors", "--tokens", "128", "--ctx", "16"),
         ("inspect", "{container}"),
         ("inspect", "{checkpoint}"),
         ("verify", "{container}"),
@@ -40,7 +41,11 @@ def test_every_command_is_described() -> None:
     ],
     ids=" ".join,
 )
-def test_output_follows_its_schema(w4: Runner, container: Path, checkpoint: Path, args: tuple[str, ...]) -> None:
-    words = [arg.format(container=container, checkpoint=checkpoint) for arg in args]
+def test_output_follows_its_schema(
+    w4: Runner, container: Path, checkpoint: Path, tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the thing and her other hand " * 40)
+    words = [arg.format(container=container, checkpoint=checkpoint, text=text) for arg in args]
     written = json.loads(w4(*words, "--json").done().out)
     Draft202012Validator(schema(args[0])).validate(written)

@@ -18,7 +18,7 @@ from helpers import make_llama_dir
 import w4conv
 from w4conv.cli._reference import reference
 
-COMMANDS = ("quantize", "inspect", "verify", "run")
+COMMANDS = ("quantize", "calibrate", "inspect", "verify", "run")
 
 
 def in_terminal(args: list[object], columns: int = 60) -> tuple[int, str]:

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "planning",
         "channel_scaling",
         "statistics",
+        "calibration_text",
         "writing",
         "verification",
         "inspection",

@@ -17,6 +17,7 @@ from typing import Any, Final
 # What each command reports: schema name, module and class.
 REPORTS: Final = {
     "quantize": ("w4conv.convert", "ConversionReport"),
+    "calibrate": ("w4conv.statistics", "StatisticsReport"),
     "inspect": ("w4conv.inspection", "Inspection"),
     "verify": ("w4conv.verification", "VerifyReport"),
     "diff": ("w4conv.comparison", "DiffReport"),

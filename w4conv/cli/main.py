@@ -13,7 +13,7 @@ import typer
 import typer.main
 
 from w4conv import __version__
-from w4conv.cli import _errors, _output, bench, cat, diff, export, inspect, quantize, run, verify
+from w4conv.cli import _errors, _output, bench, calibrate, cat, diff, export, inspect, quantize, run, verify
 
 EPILOG = """\
 \b
@@ -64,6 +64,7 @@ app = typer.Typer(
 )
 for command, epilog in (
     (quantize.quantize, quantize.EPILOG),
+    (calibrate.calibrate, calibrate.EPILOG),
     (inspect.inspect, inspect.EPILOG),
     (verify.verify, verify.EPILOG),
     (diff.diff, diff.EPILOG),

@@ -100,12 +100,19 @@ def quantize(
         ),
     ] = None,
     calibration: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="UTF-8 text on which activations are observed")
+        str | None,
+        typer.Option(
+            metavar="TEXT|STATS",
+            help="UTF-8 text on which activations are observed, or what w4conv calibrate made of one",
+        ),
     ] = None,
     calibration_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of it to use, spread over the whole")
-    ] = 16384,
-    calibration_ctx: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence")] = 512,
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of the text to use, spread over the whole [default: 16384]"),
+    ] = None,
+    calibration_ctx: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512]")
+    ] = None,
     requantize: Annotated[
         bool,
         typer.Option("--requantize", help="Round to w4a16 what IN has quantized already and cannot be kept exactly"),

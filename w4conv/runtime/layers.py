@@ -70,14 +70,15 @@ class LayeredModel(ABC):
 
     def changed_head(self, matrix: Matrix, *, threads: int | None = None) -> HeadModel:
         """The head with another matrix."""
-        norm = next(t for t in self.spec.tensors() if t.part == "norm" and t.layer is None)
-        return HeadModel(self.spec, matrix, self._vector(norm), threads=threads)
+        return HeadModel(self.spec, matrix, self.final_norm_weight(), threads=threads)
+
+    def final_norm_weight(self) -> F32Array:
+        return self._vector(next(t for t in self.spec.tensors() if t.part == "norm" and t.layer is None))
 
     def head(self, *, threads: int | None = None) -> HeadModel:
         tensors = self.spec.tensors()
         head = next(t for t in tensors if t.role == ("embedding" if self.spec.tied_head else "head"))
-        norm = next(t for t in tensors if t.part == "norm" and t.layer is None)
-        matrix, vector = self._matrix(head), self._vector(norm)
+        matrix, vector = self._matrix(head), self.final_norm_weight()
         return HeadModel(self.spec, matrix, vector, threads=threads, activations=self.activations)
 
     @abstractmethod
@@ -89,6 +90,14 @@ class LayeredModel(ABC):
     @abstractmethod
     def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
         """Some rows of a matrix; ids ascend."""
+
+
+def final_norm(spec: ModelSpec, hidden: F32Array, weight: F32Array, *, threads: int | None = None) -> F32Array:
+    """What the head reads: hidden rows (n, padded hidden_size) after the last norm, (n, hidden_size)."""
+    x = hidden[:, : spec.hidden_size]
+    squares = kernels.product(x * x, np.ones((1, x.shape[1]), np.float32), threads=threads)
+    r = 1 / np.sqrt(squares / np.float32(x.shape[1]) + np.float32(spec.norm_eps))
+    return np.asarray(x * r * (weight + np.float32(spec.norm_offset)), np.float32)
 
 
 class LayeredContainer(LayeredModel):

@@ -1,0 +1,70 @@
+"""The text that activations are observed on, as sequences of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from w4conv.errors import UsageError
+from w4conv.measure.texts import load_text
+from w4conv.models.spec import ModelSpec
+from w4conv.runtime.tokenizer import Tokenizer
+
+TOKENS: Final = 16384
+CTX: Final = 512
+HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
+
+
+def is_held_out(sequence: int, one_in: int = HELD_OUT) -> bool:
+    return sequence % one_in == one_in // 2
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """sequences: (n, ctx) token ids, spread evenly over the text. digest: BLAKE3 of the text's bytes, hexadecimal."""
+
+    digest: str
+    sequences: npt.NDArray[np.int64]
+
+    def record(self) -> dict[str, Any]:
+        """For the provenance of a container."""
+        n, ctx = self.sequences.shape
+        return {"text_blake3": self.digest, "tokens": n * ctx, "ctx": ctx, "held_out_sequences": n // HELD_OUT}
+
+
+def read_calibration(
+    path: Path, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
+) -> CalibrationText:
+    """Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read."""
+    if spec.experts is not None:
+        raise UsageError(
+            f"{spec.architecture} is a mixture of experts, whose activations differ from expert to expert; calibration "
+            "is not supported for it. Leave out --calibration"
+        )
+    if not 2 <= ctx <= spec.max_positions:
+        raise UsageError(f"calibration-ctx is {ctx}, expected 2 to {spec.max_positions}, the limit of the model")
+    n = tokens // ctx
+    if n < HELD_OUT:
+        raise UsageError(
+            f"{tokens:,} calibration tokens are {n} sequences of {ctx}; at least {HELD_OUT} are needed, since one in "
+            f"{HELD_OUT} is held out. Raise calibration-tokens or lower calibration-ctx"
+        )
+    text = load_text(path)
+    tokenizer = Tokenizer(blobs)
+    ids = np.array(tokenizer.encode(text.content), np.int64)
+    if len(ids) < n * ctx:
+        raise UsageError(
+            f"{path} has {len(ids):,} tokens, fewer than the {n * ctx:,} asked for. Use a longer text or lower "
+            "calibration-tokens"
+        )
+    starts = np.arange(n) * (len(ids) - ctx) // max(n - 1, 1)
+    sequences = ids[starts[:, None] + np.arange(ctx)]
+    if tokenizer.adds_bos and tokenizer.bos_id is not None:
+        sequences[:, 0] = tokenizer.bos_id
+    return CalibrationText(blake3(text.content.encode()).hexdigest(), sequences)

@@ -1,0 +1,69 @@
+"""`w4conv calibrate IN TEXT`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from w4conv.cli import _output
+from w4conv.cli._options import Json, Threads
+from w4conv.cli._progress import progress_bar
+
+EPILOG = """\
+\b
+Examples:
+  w4conv calibrate in/ book.txt -o in.safetensors
+  w4conv quantize in/ 128.w4 --calibration in.safetensors
+  w4conv quantize in/ 32.w4 --calibration in.safetensors \\
+    --group-size 32 --method search
+"""
+
+
+def calibrate(
+    source: Annotated[str, typer.Argument(metavar="IN", help="Hugging Face directory or GGUF file")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="UTF-8 text on which activations are observed")],
+    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="The file to write; - for standard output")],
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Second moments of all pairs of channels too, for gptq and best; a large file"),
+    ] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of the text to use, spread over the whole")
+    ] = 16384,
+    ctx: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence")] = 512,
+    threads: Threads = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
+    json: Json = False,
+) -> None:
+    """Observe what the matrices of a model read on a text, and save the statistics for quantize --calibration.
+
+    Of each channel mean and mean square, a few numbers: enough for the methods search and awq, and for --target-bpw.
+    One file serves any scheme and group size. With the text itself instead, quantize calibrates each matrix for the
+    rounded ones before it, which takes longer and loses less.
+
+    The report goes to standard output, or to standard error when OUT is -.
+    """
+    import sys
+
+    from w4conv.statistics import calibrate as observe
+
+    with progress_bar() as progress:
+        report = observe(
+            source, text, out, full=full, tokens=tokens, ctx=ctx, threads=threads, overwrite=overwrite,
+            progress=progress,
+        )  # fmt: skip
+    stream = sys.stderr if out == "-" else sys.stdout
+    if json:
+        _output.write_json("calibrate", report, stream=stream)
+        return
+    name = "standard output" if out == "-" else out
+    kind = "means, mean squares and second moments" if full else "means and mean squares"
+    pairs = [
+        ("wrote", f"{name}, {_output.nbytes(report.nbytes)}"),
+        ("from", f"{report.source}, {report.architecture}"),
+        ("text", f"{report.text}, {report.tokens:,} tokens in sequences of {report.ctx}"),
+        ("holds", f"{kind} of what is read at {report.n_places} places"),
+        ("digest", report.digest),
+    ]
+    _output.write(_output.facts(pairs), stream=stream)
