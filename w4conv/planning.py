@@ -74,6 +74,7 @@ class ConversionPlan:
                 raise self._fail(f"{error}. With --architecture generic it is converted, but cannot be run") from None
             self._check_vocabulary(self.model)
         self._choices = recipe.choices(self.model)
+        self.methods = self._calibrated(method, with_text=calibration is not None)
         self.calibration: CalibrationText | Statistics | None = None
         if isinstance(calibration, Statistics):
             self.calibration = calibration
@@ -82,10 +83,9 @@ class ConversionPlan:
             self.calibration = read_calibration(
                 path, source.blobs, self.spec(), tokens=tokens or TOKENS, ctx=ctx or CTX
             )
-        self.methods = self._calibrated(method, with_text=calibration is not None)
         self._check_source()
         if isinstance(self.calibration, Statistics):
-            self.calibration.check(source, self.spec())
+            self._check_statistics(self.calibration)
         self.target, self.n_allocated = target, 0
         if target is not None:
             chosen = self._allocate(target, threads, progress)
@@ -117,18 +117,20 @@ class ConversionPlan:
                     f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
                     f"as {' or '.join(CALIBRATED)}, and heads as int4"
                 )
-        if isinstance(self.calibration, Statistics) and not self.calibration.full:
-            for name, method in methods.items():
-                if "gptq" in METHODS[method]:
-                    raise UsageError(
-                        f"method {method} for {name} needs second moments, and {self.calibration.path} has none: make "
-                        "it with `w4conv calibrate --full`, or choose search or awq"
-                    )
         if with_text and not methods:
             raise UsageError(
                 f"scheme {self.recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
             )
         return methods
+
+    def _check_statistics(self, statistics: Statistics) -> None:
+        statistics.check(self.source, self.spec())
+        for name, method in self.methods.items():
+            if "gptq" in METHODS[method] and not statistics.full:
+                raise UsageError(
+                    f"method {method} for {name} needs second moments, and {statistics.path} has none: make it with "
+                    "`w4conv calibrate --full`, or choose search or awq"
+                )
 
     def _allocate(self, target: Decimal, threads: int | None, progress: Progress) -> list[tuple[str, Rule]]:
         """A rule for each matrix that no rule of the recipe codes."""
