@@ -62,7 +62,7 @@ class _Sums:
         self._moments = Moments(n_channels) if full else None
 
     def add(self, x: F32Array, threads: int | None) -> None:
-        """x: (n_tokens, n_channels). Float32 sums in one fixed order, added up in float64 (quantization/moments.py)."""
+        """x: (n_tokens, n_channels). Float32 sums in one fixed order, added up in float64."""
         ones, across = np.ones((1, len(x)), np.float32), np.ascontiguousarray(x.T)
         self._sum += kernels.product(across, ones, threads=threads)[:, 0]
         self._squares += kernels.product(across * across, ones, threads=threads)[:, 0]
@@ -70,9 +70,9 @@ class _Sums:
         if self._moments is not None:
             self._moments.add(x, threads=threads)
 
-    def means(self) -> dict[str, F64Array]:
+    def means(self) -> dict[str, F32Array]:
         n = max(self._n, 1)
-        found = {"mean": self._sum / n, "mean_square": self._squares / n}
+        found = {"mean": (self._sum / n).astype(np.float32), "mean_square": (self._squares / n).astype(np.float32)}
         return found if self._moments is None else found | {"moments": self._moments.matrix()}
 
 
@@ -80,17 +80,16 @@ class _Sums:
 class PlaceStatistics:
     """mean, mean_square: (2, n); moments: (2, n, n) or None. First of the tokens to fit, then of those held out."""
 
-    mean: npt.NDArray[np.floating[Any]]
-    mean_square: npt.NDArray[np.floating[Any]]
-    moments: npt.NDArray[np.floating[Any]] | None = None
+    mean: F32Array
+    mean_square: F32Array
+    moments: F32Array | None = None
 
     def second_moments(self) -> SecondMoments:
         """The whole ones, or as if channels were independent but for their means."""
         if self.moments is not None:
-            return SecondMoments(*(m.astype(np.float64) for m in self.moments))
-        mean = self.mean.astype(np.float64)
-        variance = np.maximum(self.mean_square.astype(np.float64) - mean * mean, 0)
-        return SecondMoments(*(np.diag(v) + np.multiply.outer(m, m) for m, v in zip(mean, variance, strict=True)))
+            return SecondMoments(*self.moments)
+        variance = np.maximum(self.mean_square - self.mean * self.mean, 0)
+        return SecondMoments(*(np.diag(v) + np.multiply.outer(m, m) for m, v in zip(self.mean, variance, strict=True)))
 
 
 def observe(
