@@ -163,6 +163,7 @@ class Model:
         gate_up: npt.NDArray[np.float32],
         down: npt.NDArray[np.float32],
         until: int,
+        attended: bool,
     ) -> None: ...
 
 def new_model(config: ModelConfig, threads: int) -> Model: ...

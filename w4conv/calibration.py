@@ -209,7 +209,7 @@ class TextCalibrator(Calibrator):
                 matrices[part] = self._round(linears[part], seen)
         model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
         for sequence in hidden:
-            model.run(sequence)
+            model.run(sequence, attended=len(places) > 0)
 
     def _load(self, layer: int) -> tuple[dict[str, TensorSpec], dict[str, Matrix], dict[str, F32Array]]:
         """The matrices of a layer: what they are, their original values; and its vectors."""
@@ -223,23 +223,25 @@ class TextCalibrator(Calibrator):
         rows after its products that are added to them. `exact` moves on."""
         width = self._spec.hidden_size
         qkv, gate_up = (np.empty((*exact.shape[:2], width), np.float32) for _ in range(2))
-        middle = exact.copy()
+        middle = np.empty_like(exact)
         for i, sequence in enumerate(exact):
             qkv[i] = model.observe(sequence, "qkv")
-            gate_up[i] = model.observe(middle[i], "gate_up")
-            model.run(sequence)
+            gate_up[i] = model.observe(sequence, "gate_up")
+            middle[i] = sequence
+            model.run(sequence, attended=True)
         return {"qkv": qkv, "o": middle[..., :width], "gate_up": gate_up, "down": exact[..., :width]}
 
     def _observe(self, model: LayerModel, place: str, hidden: F32Array, wanted: dict[str, F32Array]) -> _Seen:
-        """model: rounded as far as the matrices that read `place`."""
+        """model: rounded as far as the matrices that read `place`. For gate_up, `hidden` moves on past the attention;
+        for down, it has."""
         # What outputs lack can be told from hidden rows to which they are added as they are, not through a norm.
         out_norm = {"o": "attention_out_norm", "down": "mlp_out_norm"}.get(place)
         share = np.float32(0 if out_norm in self._spec.norms else 1 / self._spec.residual_scale)
 
         def pairs() -> Iterator[tuple[F32Array, F32Array]]:
             for i, sequence in enumerate(hidden):
-                after = sequence.copy()
-                rows = model.observe(after, place)
+                after = sequence if place == "gate_up" else sequence.copy()
+                rows = model.observe(after, place, attended=place == "down")
                 if place in NORMED:
                     yield rows, wanted[place][i] - rows
                 else:

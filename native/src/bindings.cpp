@@ -445,7 +445,8 @@ float* capture_rows(const MutableFloatRows& rows, int64_t n, int64_t width) {
 }
 
 void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloatRows& x, const MutableFloatRows& qkv,
-               const MutableFloatRows& o, const MutableFloatRows& gate_up, const MutableFloatRows& down, int until) {
+               const MutableFloatRows& o, const MutableFloatRows& gate_up, const MutableFloatRows& down, int until,
+               bool attended) {
   const ModelConfig& c = m.model.config();
   const auto n = static_cast<int64_t>(x.shape(0));
   require(layer >= 0 && layer < c.n_layers(), "no such layer");
@@ -454,9 +455,12 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
   require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
   require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such place");
-  const Capture capture{capture_rows(qkv, n, c.hidden_size), capture_rows(o, n, c.n_heads * c.head_dim),
+  const Capture capture{capture_rows(qkv, n, c.hidden_size),
+                        capture_rows(o, n, c.n_heads * c.head_dim),
                         capture_rows(gate_up, n, c.hidden_size),
-                        capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns), static_cast<Until>(until)};
+                        capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns),
+                        static_cast<Until>(until),
+                        attended};
   const nb::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(m.turn);
   m.model.run_layer(layer, session, n, x.data(), capture);
@@ -657,6 +661,7 @@ NB_MODULE(_native, m) {
       .def("part_seconds", &part_seconds)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
       .def("finish", &finish, "x"_a, "logits"_a)
-      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a);
+      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a,
+           "attended"_a);
   m.def("new_model", &new_model, "config"_a, "threads"_a, nb::rv_policy::take_ownership);
 }

@@ -44,6 +44,9 @@ def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
                 assert np.array_equal(one.observe(x, place), getattr(captured, place))
             assert np.array_equal(after["qkv"], hidden)
             assert np.array_equal(after["o"], after["gate_up"])
+            for x, place in ((after["gate_up"].copy(), "gate_up"), (after["gate_up"].copy(), "down")):
+                assert np.array_equal(one.observe(x, place, attended=True), getattr(captured, place))
+                assert np.array_equal(x, after[place])
             assert one.run(hidden) is None
             assert np.array_equal(after["down"], hidden)
             assert not np.array_equal(after["o"], hidden)

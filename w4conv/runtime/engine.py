@@ -362,22 +362,24 @@ class LayerModel:
                 _set_matrix(self._native, t, 0, matrices[t.place])
         self._native.check_shapes()
 
-    def run(self, hidden: F32Array, *, capture: bool = False) -> Captured | None:
+    def run(self, hidden: F32Array, *, capture: bool = False, attended: bool = False) -> Captured | None:
         """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
 
-        capture: hand out copies of the rows that its products read.
+        capture: hand out copies of the rows that its products read. attended: `hidden` is what `observe` made of it for
+        gate_up, and goes on from there.
         """
-        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1])
+        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1], attended)
         return Captured(**captured) if capture else None
 
-    def observe(self, hidden: F32Array, place: str) -> F32Array:
+    def observe(self, hidden: F32Array, place: str, *, attended: bool = False) -> F32Array:
         """Take one sequence as far as the rows of `place`, a field of `Captured`, and return them.
 
-        `hidden` is as it was for qkv, what is after the attention for o and gate_up, after the layer for down.
+        `hidden` is as it was for qkv, what is after the attention for o and gate_up, after the layer for down. attended:
+        as in `run`.
         """
-        return self._run(hidden, (place,), place)[place]
+        return self._run(hidden, (place,), place, attended)[place]
 
-    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str) -> dict[str, F32Array]:
+    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str, attended: bool) -> dict[str, F32Array]:
         n, spec = len(hidden), self._spec
         attended = spec.n_heads * spec.head_dim
         inner = 0 if self._routed else spec.intermediate_size
@@ -392,7 +394,12 @@ class LayerModel:
         for start in range(0, n, _native.MAX_TOKENS):
             piece = slice(start, min(start + _native.MAX_TOKENS, n))
             self._native.run_layer(
-                session, 0, hidden[piece], **{place: c[piece] for place, c in captured.items()}, until=until
+                session,
+                0,
+                hidden[piece],
+                **{place: c[piece] for place, c in captured.items()},
+                until=until,
+                attended=attended,
             )
         return {place: captured[place][:, : widths[place]] for place in wanted}
 

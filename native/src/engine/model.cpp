@@ -172,13 +172,13 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
   const Run run{layer, n, {x, padded(hidden)}, rows(normed_, n, hidden), rows(out_, n, hidden)};
   const bool routed = !layer.experts.empty();
 
-  attend(run, config_.layers[i], session, session.cache(i), capture);
+  if (!capture.attended) attend(run, config_.layers[i], session, session.cache(i), capture);
   if (capture.until == Until::kAttentionInputs) return;
 
   const FeedForward& f = layer.mlp;
   inputs_.plan(n, hidden, {&(routed ? layer.router : f.gate_up.is_there() ? f.gate_up : f.gate).weight, &f.up.weight});
   pool_.run(n, [&](int64_t m, int) {
-    join(run, layer.o, layer.attention_out_norm, m);
+    if (!capture.attended) join(run, layer.o, layer.attention_out_norm, m);
     branch_off(run, layer.mlp_norm, m);
   });
   copy_rows(capture.gate_up, run.normed.data, n * run.normed.stride);

@@ -98,12 +98,14 @@ class Session {
 enum class Until { kAttentionInputs, kFeedForwardInputs, kEnd };
 
 // Where a layer puts a copy of the rows that its products read: n rows each, padded to 16 floats. Null: not wanted.
+// attended: the hidden rows that come in are those after the attention; only what follows is to be done.
 struct Capture {
   float* qkv = nullptr;      // hidden_size
   float* o = nullptr;        // n_heads * head_dim
   float* gate_up = nullptr;  // hidden_size; the router's too
   float* down = nullptr;     // inputs of mlp.down
   Until until = Until::kEnd;
+  bool attended = false;
 };
 
 class Model {
