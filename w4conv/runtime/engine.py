@@ -374,16 +374,16 @@ class LayerModel:
     def observe(self, hidden: F32Array, place: str, *, attended: bool = False) -> F32Array:
         """Take one sequence as far as the rows of `place`, a field of `Captured`, and return them.
 
-        `hidden` is as it was for qkv, what is after the attention for o and gate_up, after the layer for down. attended:
-        as in `run`.
+        `hidden` is as it was for qkv, what is after the attention for o and gate_up, after the layer for down.
+        attended: as in `run`.
         """
         return self._run(hidden, (place,), place, attended)[place]
 
     def _run(self, hidden: F32Array, wanted: Sequence[str], last: str, attended: bool) -> dict[str, F32Array]:
         n, spec = len(hidden), self._spec
-        attended = spec.n_heads * spec.head_dim
+        of_heads = spec.n_heads * spec.head_dim
         inner = 0 if self._routed else spec.intermediate_size
-        widths = dict(zip(Captured._fields, (spec.hidden_size, attended, spec.hidden_size, inner), strict=True))
+        widths = dict(zip(Captured._fields, (spec.hidden_size, of_heads, spec.hidden_size, inner), strict=True))
         captured = {
             place: np.empty((n if place in wanted else 0, padded_width(w)), np.float32) for place, w in widths.items()
         }
