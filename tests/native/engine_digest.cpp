@@ -40,16 +40,19 @@ void fill(Linear& linear, Pool& pool, int64_t n_rows, int64_t n_columns, Kind ki
   Parts& parts = *kept.back();
   parts.lines.resize(static_cast<size_t>(w.n_tiles() * 16 * w.n_lines()));
   parts.scales.resize(static_cast<size_t>(w.n_tiles() * 16 * w.n_groups()));
-  if (kind == Kind::kInt4z) parts.zero_points.resize(parts.scales.size());
+  // Kinds that nothing is rounded to take the codes of others.
+  const Kind rounded = kind == Kind::kInt4o ? Kind::kInt4z : kind == Kind::kE2m1 ? Kind::kFp4 : kind;
+  if (rounded == Kind::kInt4z) parts.zero_points.resize(parts.scales.size());
   const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-  convert_block(TIER, pool, bytes, Dtype::kF32, n_rows, n_columns, kind, group_size, parts.lines.data(), parts.scales.data(),
-                kind == Kind::kInt4z ? parts.zero_points.data() : nullptr);
+  convert_block(TIER, pool, bytes, Dtype::kF32, n_rows, n_columns, rounded, group_size, parts.lines.data(),
+                parts.scales.data(), rounded == Kind::kInt4z ? parts.zero_points.data() : nullptr);
   add(parts.lines);
   add(parts.scales);
   add(parts.zero_points);
   w.lines = parts.lines.data();
   w.scales = parts.scales.data();
   w.zero_points = parts.zero_points.data();
+  w.offsets = parts.scales.data();
   linear.weight = w;
 }
 
@@ -76,7 +79,7 @@ void run(const ModelConfig& c) {
     fill(l.v, pool, 24, 72, i == 0 ? Kind::kBf16 : Kind::kFp4);
     fill(l.o, pool, 72, 72, i == 0 ? Kind::kF32 : Kind::kNf4);
     fill(l.mlp.gate, pool, 200, 72, i == 0 ? Kind::kInt4 : Kind::kInt4z);
-    fill(l.mlp.up, pool, 200, 72, Kind::kInt8);
+    fill(l.mlp.up, pool, 200, 72, i == 0 ? Kind::kInt8 : Kind::kInt4o);
     fill(l.mlp.down, pool, 72, 200, Kind::kInt4, 128);
   }
   Layer& routed = model.layer(2);
@@ -87,7 +90,7 @@ void run(const ModelConfig& c) {
   routed.experts.resize(3);
   for (FeedForward& f : routed.experts) {
     fill(f.gate_up, pool, 2 * 40, 72, Kind::kInt4);
-    fill(f.down, pool, 72, 40, Kind::kInt8);
+    fill(f.down, pool, 72, 40, Kind::kE2m1);
   }
   // Past the first span of keys, and past what the windows keep.
   std::vector<int32_t> tokens(421);
