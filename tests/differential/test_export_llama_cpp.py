@@ -10,8 +10,10 @@ import math
 import os
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
+from exports import same, schemes, values
 from helpers import data_dir, make_llama_dir
 
 import w4conv
@@ -82,6 +84,35 @@ def test_chat_template(tmp_path: Path, architecture: str) -> None:
         template_of_ours = ChatTemplate.from_blobs(container.blobs)
     ours = template_of_ours.render([{"role": role, "content": text} for role, text in chat], special_tokens={})
     assert room.raw[:n].decode() == ours
+
+
+@pytest.mark.parametrize(
+    ("file_type", "qtype", "kind"),
+    [(2, "Q4_0", "int4"), (3, "Q4_1", "int4o"), (8, "Q5_0", "int8"), (14, "Q4_K", "int4o")],
+)
+def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtype: str, kind: str) -> None:
+    """Its own quantizer's blocks are kept, and mean the same in both engines."""
+    make_llama_dir(tmp_path / "in", dtype="F32", hidden=256, inner=512)
+    w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32")
+    export(tmp_path / "f.w4", tmp_path / "f.gguf", to="gguf")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.pure, settings.nthread = file_type, True, 1
+    paths = [str(tmp_path / name).encode() for name in ("f.gguf", "q.gguf")]
+    assert llama_cpp.llama_model_quantize(*paths, settings) == 0
+    w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4", scheme="keep")
+    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "q.gguf").tensors}
+    found = values(tmp_path / "q.w4")
+    for ours, theirs in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
+        name, tensor = f"model.layers.1.{ours}.weight", stored[f"blk.1.{theirs}.weight"]
+        assert tensor.tensor_type.name == qtype
+        assert schemes(tmp_path / "q.w4")[name].kind == kind
+        assert same(found[name], gguf.dequantize(tensor.data, tensor.tensor_type))
+    assert w4conv.verify(tmp_path / "q.w4", against=tmp_path / "q.gguf").ok
+    ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
+    with w4conv.Model(tmp_path / "q.w4", kv="f32") as model:
+        ours = model.logits(ids)
+    theirs = logits(load(tmp_path / "q.gguf", 64), ids)
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.1 * np.std(theirs)  # its activations have 8 bits
 
 
 def test_a_trained_model_with_pieces(tmp_path: Path) -> None:
