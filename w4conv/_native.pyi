@@ -75,13 +75,18 @@ def products(
     out: npt.NDArray[np.float32],
 ) -> None: ...
 def factor(pool: Pool, a: npt.NDArray[np.float32], pivots: npt.NDArray[np.float32]) -> int: ...
+
+class Grid:
+    def __init__(self, span: float, is_shifted: bool, levels: npt.NDArray[np.float32]) -> None: ...
+
 def round_with_feedback(
     pool: Pool,
     w: npt.NDArray[np.float32],
     group: npt.NDArray[np.int32],
     scales: npt.NDArray[np.float32],
+    lows: npt.NDArray[np.float32],
     factor: npt.NDArray[np.float32],
-    top: float,
+    grid: Grid,
     q: npt.NDArray[np.int8],
 ) -> None: ...
 def solve_rows(
@@ -95,9 +100,10 @@ def refine(
     w: npt.NDArray[np.float32],
     group_size: int,
     h: npt.NDArray[np.float32],
-    top: float,
+    grid: Grid,
     n_rounds: int,
     scales: npt.NDArray[np.uint16],
+    lows: npt.NDArray[np.float32],
     q: npt.NDArray[np.int8],
 ) -> None: ...
 def search_scales(
@@ -107,8 +113,9 @@ def search_scales(
     factors: npt.NDArray[np.float32],
     pivots: npt.NDArray[np.float32],
     multipliers: npt.NDArray[np.float32],
-    top: float,
+    grid: Grid,
     scales: npt.NDArray[np.uint16],
+    lows: npt.NDArray[np.float32],
     errors: npt.NDArray[np.float32],
 ) -> None: ...
 

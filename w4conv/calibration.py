@@ -89,12 +89,8 @@ class Calibrator(ABC):
             found.append(self._solve(t, values, row, seen, of_inputs=True))
             self._chosen[found[-1].method] += row == 0
             self._solved(values.nbytes, t.name)
-        return replace(
-            found[0],
-            codes=np.concatenate([s.codes for s in found]),
-            scales=np.concatenate([s.scales for s in found]),
-            n_underflowed=sum(s.n_underflowed for s in found),
-        )
+        joined: dict[str, Any] = {kind: np.concatenate([s.parts()[kind] for s in found]) for kind in found[0].parts()}
+        return replace(found[0], **joined, n_underflowed=sum(s.n_underflowed for s in found))
 
     def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
         """values: rows of t from `row` on."""
@@ -283,8 +279,7 @@ class TextCalibrator(Calibrator):
             assert self._stored is not None
             parts = self._stored(t.name)
         else:
-            s = self._done[t.name]
-            parts = {"codes": kernels.as_bytes(s.codes), "scales": kernels.as_bytes(s.scales)}
+            parts = {kind: kernels.as_bytes(part) for kind, part in self._done[t.name].parts().items()}
         return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
 
     def _original(self, t: TensorSpec) -> Matrix:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +43,36 @@ _E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits o
 E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
 CODEBOOKS: Final = {kind: np.array(t, np.float32) for kind, t in (("nf4", NF4), ("fp4", FP4), ("e2m1", E2M1))}
 _PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The levels that weights over their scale are rounded to.
+
+    Integers from a lowest one to that + span; the lowest is -(span + 1) / 2, or of an int4z group its own (is_shifted).
+    Or those of a codebook: levels, ascending; codes, which each has. Both are empty for integers.
+    """
+
+    span: int
+    is_shifted: bool = False
+    levels: F32Array = field(default_factory=lambda: np.empty(0, np.float32))
+    codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    @property
+    def low(self) -> int:
+        return -(self.span + 1) // 2
+
+    @property
+    def is_codebook(self) -> bool:
+        return len(self.levels) > 0
+
+
+def grid(scheme: QuantScheme) -> Grid:
+    """Of an integer or codebook scheme."""
+    if scheme.kind in CODEBOOKS:
+        order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
+        return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8))
+    return Grid((1 << scheme.bits) - 1, is_shifted=scheme.kind == "int4z")
 
 
 def pad_code(scheme: QuantScheme) -> int:

@@ -233,18 +233,20 @@ def round_with_feedback(
     w: F32Array,
     group: npt.NDArray[np.int32],
     scales: F32Array,
+    lows: F32Array,
     factor: F32Array,
     *,
-    bits: int,
+    grid: codes.Grid,
     threads: int | None = None,
 ) -> npt.NDArray[np.int8]:
     """q (n_tiles, n_columns, 16), bit for bit `quantization.reference_gptq.round_with_feedback`.
 
-    w: (n_tiles, n_columns, 16); group: (n_columns,) whose scale each column has; scales: (n_tiles, n_groups, 16);
-    factor: (n_columns, n_columns), as `factor` gives it.
+    w: (n_tiles, n_columns, 16); group: (n_columns,) whose scale each column has; scales, lows (the lowest integers):
+    (n_tiles, n_groups, 16); factor: (n_columns, n_columns), as `factor` gives it.
     """
     q = np.empty(w.shape, np.int8)
-    _native.round_with_feedback(_pool(threads or default_threads()), w, group, scales, factor, 2.0 ** (bits - 1), q)
+    pool = _pool(threads or default_threads())
+    _native.round_with_feedback(pool, w, group, scales, lows, factor, _native_grid(grid), q)
     return q
 
 
@@ -260,10 +262,11 @@ def refine(
     w: F32Array,
     q: npt.NDArray[np.int8],
     scales: npt.NDArray[np.float16],
+    lows: F32Array,
     h: F32Array,
     group_size: int,
     *,
-    bits: int,
+    grid: codes.Grid,
     n_rounds: int,
     threads: int | None = None,
 ) -> None:
@@ -271,8 +274,8 @@ def refine(
 
     Bit for bit `quantization.reference_gptq.refine`.
     """
-    pool, top = _pool(threads or default_threads()), 2.0 ** (bits - 1)
-    _native.refine(pool, w, group_size, h, top, n_rounds, scales.view(np.uint16), q)
+    pool = _pool(threads or default_threads())
+    _native.refine(pool, w, group_size, h, _native_grid(grid), n_rounds, scales.view(np.uint16), lows, q)
 
 
 def search_scales(
@@ -282,21 +285,27 @@ def search_scales(
     pivots: F32Array,
     multipliers: F32Array,
     *,
-    bits: int,
+    grid: codes.Grid,
     threads: int | None = None,
-) -> tuple[npt.NDArray[np.float16], F32Array]:
-    """Scales and their errors (n_tiles, n_groups, 16), bit for bit `quantization.reference_gptq.search_scales`.
+) -> tuple[npt.NDArray[np.float16], F32Array, F32Array]:
+    """Scales, lowest integers and their errors (n_tiles, n_groups, 16), bit for bit
+    `quantization.reference_gptq.search_scales`.
 
     w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size) as `factor` gives them, or None; pivots:
-    (n_columns,). The matrix of a last group of fewer columns fills the front of its place.
+    (n_columns,); multipliers: (n_candidates, 2). The matrix of a last group of fewer columns fills the front of its
+    place.
     """
     if factors is None:
         factors = np.empty((0, group_size, group_size), np.float32)
     shape = (w.shape[0], -(-w.shape[1] // group_size), TILE_ROWS)
-    scales, errors = np.empty(shape, np.uint16), np.empty(shape, np.float32)
+    scales, lows, errors = np.empty(shape, np.uint16), np.empty(shape, np.float32), np.empty(shape, np.float32)
     pool = _pool(threads or default_threads())
-    _native.search_scales(pool, w, group_size, factors, pivots, multipliers, 2.0 ** (bits - 1), scales, errors)
-    return scales.view(np.float16), errors
+    _native.search_scales(pool, w, group_size, factors, pivots, multipliers, _native_grid(grid), scales, lows, errors)
+    return scales.view(np.float16), lows, errors
+
+
+def _native_grid(grid: codes.Grid) -> _native.Grid:
+    return _native.Grid(grid.span, grid.is_shifted, grid.levels)
 
 
 def as_bytes(a: Array) -> npt.NDArray[np.uint8]:

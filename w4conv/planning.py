@@ -115,11 +115,11 @@ class ConversionPlan:
                     raise UsageError(f"recipe: method {method} for {t.name} needs a text: name it with --calibration")
                 raise UsageError(
                     f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
-                    f"as {' or '.join(CALIBRATED)}, and heads as int4"
+                    f"as {', '.join(CALIBRATED)}, and heads in 4 bits"
                 )
         if with_text and not methods:
             raise UsageError(
-                f"scheme {self.recipe.scheme} rounds no linear weights to integers, so there is nothing to calibrate"
+                f"scheme {self.recipe.scheme} keeps linear weights as floats, so there is nothing to calibrate"
             )
         return methods
 

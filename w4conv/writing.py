@@ -88,8 +88,8 @@ def _calibrator(
 
 
 def _write_solution(writer: Writer, name: str, solution: Solution) -> int:
-    writer.write(name, "codes", solution.codes)
-    writer.write(name, "scales", solution.scales)
+    for kind, part in solution.parts().items():
+        writer.write(name, kind, part)
     return solution.n_underflowed
 
 

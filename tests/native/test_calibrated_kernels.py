@@ -11,11 +11,27 @@ import numpy.typing as npt
 import pytest
 
 from w4conv import kernels
+from w4conv.codes import Grid, grid
 from w4conv.quantization import reference_gptq as reference
 from w4conv.quantization.moments import Moments
+from w4conv.scheme import QuantScheme
 
 F32Array = npt.NDArray[np.float32]
 TIERS = kernels.isa_tiers()
+GRIDS = {kind: grid(QuantScheme(kind, 32, "f16")) for kind in ("int4", "int8", "int4z", "nf4", "fp4")}
+
+
+def some_scales(grid: Grid, n_rows: int, n_groups: int) -> npt.NDArray[np.float16]:
+    """Of both signs, and zeros in row 3."""
+    scales = np.random.default_rng(2).uniform(-0.3, 0.3, (n_rows, n_groups)) * (8 if grid.is_codebook else 1)
+    scales[3] = 0
+    return scales.astype(np.float16)
+
+
+def some_lows(grid: Grid, shape: tuple[int, ...]) -> F32Array:
+    if not grid.is_shifted:
+        return np.full(shape, grid.low, np.float32)
+    return -np.random.default_rng(9).integers(0, 16, shape).astype(np.float32)
 
 
 @pytest.fixture(params=TIERS)
@@ -105,17 +121,22 @@ def test_products(tier: str, n_k: int, m: int, n: int) -> None:
         assert np.array_equal(np.triu(square), np.triu(wanted))
 
 
-@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (130, 130)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rounding_with_feedback(tier: str, n: int, size: int, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "size", "kind"), [(16, 16, "int4"), (130, 130, "int4"), *((67, 32, kind) for kind in GRIDS)]
+)
+def test_rounding_with_feedback(tier: str, n: int, size: int, kind: str) -> None:
+    grid = GRIDS[kind]
     unit, _ = factored(moments(n))
     w = np.random.default_rng(1).standard_normal((80, n)).astype(np.float32)
-    scales = np.random.default_rng(2).uniform(-0.3, 0.3, (80, -(-n // size))).astype(np.float16).astype(np.float32)
-    scales[3] = 0
-    expected = reference.round_with_feedback(w, np.repeat(scales, size, axis=1)[:, :n], unit, bits)
+    scales = some_scales(grid, 80, -(-n // size)).astype(np.float32)
+    lows = some_lows(grid, scales.shape)
+    wide_scales, wide_lows = (np.repeat(a, size, axis=1)[:, :n] for a in (scales, lows))
+    expected = reference.round_with_feedback(w, wide_scales, wide_lows, unit, grid)
     group = (np.arange(n) // size).astype(np.int32)
     for threads in (1, 2):
-        q = kernels.round_with_feedback(tiled(w), group, tiled(scales), mirrored(unit), bits=bits, threads=threads)
+        q = kernels.round_with_feedback(
+            tiled(w), group, tiled(scales), tiled(lows), mirrored(unit), grid=grid, threads=threads
+        )
         assert np.array_equal(untiled(q), expected)
 
 
@@ -132,19 +153,23 @@ def test_solution_of_rows(tier: str, n: int) -> None:
         assert np.array_equal(untiled(x), expected)
 
 
-@pytest.mark.parametrize(("n", "size"), [(16, 16), (67, 32), (130, 130), (150, 70)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_refinement(tier: str, n: int, size: int, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "size", "kind"),
+    [(16, 16, "int4"), (130, 130, "int4"), (150, 70, "int8"), *((67, 32, kind) for kind in GRIDS)],
+)
+def test_refinement(tier: str, n: int, size: int, kind: str) -> None:
+    grid = GRIDS[kind]
     rng = np.random.default_rng(1)
     h, w = moments(n).astype(np.float32), rng.standard_normal((80, n)).astype(np.float32)
-    scales = rng.uniform(-0.3, 0.3, (80, -(-n // size))).astype(np.float16)
-    scales[3] = 0
-    q = rng.integers(-(1 << (bits - 1)), 1 << (bits - 1), w.shape).astype(np.int8)
-    q[5] = 0
-    expected_q, expected_scales = reference.refine(w, q, scales, h, size, bits, 2)
+    scales = some_scales(grid, 80, -(-n // size))
+    lows = some_lows(grid, scales.shape)
+    lowest = 0 if grid.is_codebook else np.repeat(lows, size, axis=1)[:, :n]
+    q = (rng.integers(0, grid.span + 1, w.shape) + lowest).astype(np.int8)
+    q[5] = reference.codes_of(np.zeros(n, np.float32), grid)
+    expected_q, expected_scales = reference.refine(w, q, scales, lows, h, size, grid, 2)
     for threads in (1, 2):
         tiles, tile_scales = tiled(q.copy()), tiled(scales.copy())
-        kernels.refine(tiled(w), tiles, tile_scales, h, size, bits=bits, n_rounds=2, threads=threads)
+        kernels.refine(tiled(w), tiles, tile_scales, tiled(lows), h, size, grid=grid, n_rounds=2, threads=threads)
         assert np.array_equal(untiled(tiles), expected_q)
         assert np.array_equal(untiled(tile_scales).view(np.uint16), expected_scales.view(np.uint16))
 
@@ -160,7 +185,8 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
         return np.einsum("ri,ij,rj->r", e, h, e)
 
     before = error(q, scales)
-    q, scales = reference.refine(w, q, scales, h.astype(np.float32), size, 4, 20)
+    lows = np.full(scales.shape, -8, np.float32)
+    q, scales = reference.refine(w, q, scales, lows, h.astype(np.float32), size, GRIDS["int4"], 20)
     after = error(q, scales)
     assert (after < 0.9 * before).all()
     for j, step in itertools.product(range(n), (-1, 1)):
@@ -173,15 +199,20 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
         assert (error(q, changed) >= after * (1 - 1e-4)).all()
 
 
-@pytest.mark.parametrize(("n", "size"), [(32, 32), (75, 32), (130, 130)])
+@pytest.mark.parametrize(
+    ("n", "size", "kind"), [(32, 32, "int4"), (130, 130, "int4"), *((75, 32, kind) for kind in GRIDS)]
+)
 @pytest.mark.parametrize("fed_back", [True, False])
-def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool) -> None:
+def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool, kind: str) -> None:
+    grid = GRIDS[kind]
     rng = np.random.default_rng(3)
     w = rng.standard_normal((32, n)).astype(np.float32)
     w[5] = 0
-    w[6, :size] = 7e5  # its own scale is beyond FP16, half of it is not
+    w[6, :size] = 1.1 * 65504 * (1 if grid.is_codebook else grid.span if grid.is_shifted else -grid.low)
+    w[7] = np.abs(w[7])  # the scale of row 6 is beyond FP16, half of it is not
     h = moments(n)
-    multipliers = np.array([1, -1, 0.8, 0.5, -0.7], np.float32)
+    multipliers = np.array([(1, 1), (-1, -1), (0.8, 1), (1, 0.8), (0.5, 0.5), (-0.7, -0.7)], np.float32)
+    multipliers = np.abs(multipliers) if grid.is_shifted else multipliers
     n_groups = -(-n // size)
     factors, pivots = np.zeros((n_groups, size, size), np.float32), np.zeros(n, np.float32)
     expected = []
@@ -189,22 +220,28 @@ def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool) -> None:
         part = slice(g * size, min(n, (g + 1) * size))
         unit, pivots[part] = factored(np.ascontiguousarray(h[part, part]))
         factors[g].reshape(-1)[: unit.size] = mirrored(unit).ravel()
-        expected.append(reference.search_scales(w[:, part], unit if fed_back else None, pivots[part], multipliers, 4))
-    scales, errors = kernels.search_scales(
-        tiled(w), size, factors if fed_back else None, pivots, multipliers, bits=4, threads=2
+        expected.append(
+            reference.search_scales(w[:, part], unit if fed_back else None, pivots[part], multipliers, grid)
+        )
+    scales, lows, errors = kernels.search_scales(
+        tiled(w), size, factors if fed_back else None, pivots, multipliers, grid=grid, threads=2
     )
-    assert np.array_equal(untiled(scales).view(np.uint16), np.stack([s for s, _ in expected], 1).view(np.uint16))
-    assert np.array_equal(untiled(errors), np.stack([e for _, e in expected], 1))
+    wanted_scales, wanted_lows, wanted_errors = (np.stack(found, 1) for found in zip(*expected, strict=True))
+    assert np.array_equal(untiled(scales).view(np.uint16), wanted_scales.view(np.uint16))
+    assert np.array_equal(untiled(lows), wanted_lows)
+    assert np.array_equal(untiled(errors), wanted_errors)
     assert (untiled(scales)[5] == 0).all()
+    assert (untiled(lows)[7] == 0).all() == grid.is_shifted
 
 
 def test_error_of_the_search_is_the_output_error() -> None:
     h, n = moments(12), 12
     unit, pivots = factored(h)
     w = np.random.default_rng(4).standard_normal((8, n)).astype(np.float32)
-    scales, errors = reference.search_scales(w, unit, pivots, np.array([1, 0.9, -0.9], np.float32), 4)
-    wide = np.repeat(scales.astype(np.float32)[:, None], n, axis=1)
-    e = w - reference.round_with_feedback(w, wide, unit, 4) * wide
+    grid, multipliers = GRIDS["int4z"], np.array([(1, 1), (0.9, 1), (0.9, 0.9)], np.float32)
+    scales, lows, errors = reference.search_scales(w, unit, pivots, multipliers, grid)
+    wide, wide_lows = (np.repeat(a.astype(np.float32)[:, None], n, axis=1) for a in (scales, lows))
+    e = w - reference.round_with_feedback(w, wide, wide_lows, unit, grid) * wide
     np.testing.assert_allclose(np.einsum("ri,ij,rj->r", e, h, e), errors, rtol=1e-3)
 
 
@@ -225,8 +262,9 @@ def test_feedback_against_every_assignment_of_codes() -> None:
             e = w - q * scale
             return float(np.einsum("ri,ij,rj->r", e, h, e).min())
 
-        least, nearest = error(codes), error(reference.code_of(w, wide, 4))
-        fed = error(reference.round_with_feedback(w, wide, unit, 4))
+        lows = np.full_like(w, -8)
+        least, nearest = error(codes), error(reference.level_of(w, wide, lows, GRIDS["int4"]))
+        fed = error(reference.round_with_feedback(w, wide, lows, unit, GRIDS["int4"]))
         assert least <= fed * (1 + 1e-5)
         better += fed < nearest
         assert fed <= 4 * nearest
@@ -246,7 +284,8 @@ def test_feedback_follows_the_textbook_recipe_with_the_inverse() -> None:
         left[:, j:] -= np.outer(e, upper[j, j:])
     unit, _ = factored(np.ascontiguousarray(h[::-1, ::-1]))
     wide = np.full_like(w, scale)
-    q = reference.round_with_feedback(np.ascontiguousarray(w[:, ::-1]), wide, unit, 4)[:, ::-1]
+    lows = np.full_like(w, -8)
+    q = reference.round_with_feedback(np.ascontiguousarray(w[:, ::-1]), wide, lows, unit, GRIDS["int4"])[:, ::-1]
     assert np.mean(q != textbook) < 0.01  # float32 against float64: a tie may fall to the other side
 
 

@@ -10,13 +10,12 @@ import pytest
 from blake3 import blake3
 from helpers import make_llama_dir, write_safetensors
 
-from w4conv import kernels
+from w4conv import codes, kernels
 from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization import calibrated
 from w4conv.quantization.calibrated import Inputs, Lack, output_error, solve
-from w4conv.quantization.reference import quantize_rtn
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.verification import verify
 
@@ -51,18 +50,20 @@ def problem(n_rows: int, n_columns: int, *, seed: int = 0) -> tuple[Any, Inputs,
 
 
 def restored(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
-    from w4conv import codes
-
-    parts = {"codes": kernels.as_bytes(solution.codes), "scales": kernels.as_bytes(solution.scales)}
+    parts = {kind: kernels.as_bytes(part) for kind, part in solution.parts().items()}
     return codes.dequantize(scheme, shape, parts)
 
 
-@pytest.mark.parametrize("scheme", [int4(32), int4(0), int8(64)])
+@pytest.mark.parametrize(
+    "scheme",
+    [int4(32), int4(0), int8(64), *(QuantScheme(kind, 32, "f16") for kind in ("int4z", "nf4", "fp4"))],
+    ids=str,
+)
 def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
     w, inputs, x = problem(20, 72)
     found = {method: solve(w, inputs, scheme, method) for method in calibrated.METHODS}
-    rtn = quantize_rtn(w, scheme)
-    plain = rtn.q * np.repeat(rtn.scales.astype(np.float32), scheme.group_size or 72, axis=1)[:, :72]
+    packed = kernels.quantize_rtn(w, "F32", scheme)
+    plain = codes.dequantize(scheme, w.shape, {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()})
     assert np.array_equal(restored(found["rtn"], scheme, w.shape), plain)
     for s in found.values():
         wanted, got = x @ w.T.astype(np.float64), x @ restored(s, scheme, w.shape).T.astype(np.float64)
@@ -223,6 +224,30 @@ def test_heads_in_4_bits(text: Path, tmp_path: Path, tied: bool, monkeypatch: py
         quantize(model, out, resume=True, progress=Stop(3), **options)
     quantize(model, out, resume=True, **options)
     assert out.read_bytes() == (tmp_path / "o.w4").read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["int4z", "nf4", "fp4"])
+def test_other_schemes(model: Path, text: Path, tmp_path: Path, scheme: str) -> None:
+    from w4conv.runtime.engine import Model
+    from w4conv.runtime.tokenizer import Tokenizer
+
+    options: dict[str, Any] = {"scheme": scheme, "embeddings": scheme, "group_size": 32}
+    quantize(model, tmp_path / "keep.w4", scheme="keep")
+    quantize(model, tmp_path / "rtn.w4", **options)
+    report = quantize(model, tmp_path / "best.w4", calibration=text, **options, **SMALL)
+    assert any("gptq" in note for note in report.notes)
+    assert verify(tmp_path / "best.w4", against=model).ok
+    logits = {}
+    for name in ("keep", "rtn", "best"):
+        with Model(tmp_path / f"{name}.w4") as m:
+            logits[name] = m.logits(Tokenizer(m.container.blobs).encode(WORDS))
+    error = {name: np.square(logits[name] - logits["keep"]).mean() for name in ("rtn", "best")}
+    assert error["best"] < 0.7 * error["rtn"]
+    out = tmp_path / "out.w4"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, out, calibration=text, resume=True, progress=Stop(13), **options, **SMALL)
+    quantize(model, out, calibration=text, resume=True, threads=1, **options, **SMALL)
+    assert out.read_bytes() == (tmp_path / "best.w4").read_bytes()
 
 
 def test_verify_tells_what_it_cannot_make_again(model: Path, text: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
-from w4conv.quantization.reference_gptq import code_of
+from w4conv.quantization.reference_gptq import codes_of, level_of, levels_of
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
@@ -37,7 +37,12 @@ METHODS: Final = {
 DAMPING_PERCENTS: Final = (10, 30, 100)
 TUNED_ROWS: Final = 128  # of a matrix, on which that is done
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
-MULTIPLIERS: Final = tuple(sign * (100 - 5 * i) / 100 for i in range(9) for sign in (1, -1))
+MULTIPLIERS: Final = tuple((sign * (100 - 5 * i) / 100,) * 2 for i in range(9) for sign in (1, -1))
+# With zero points: of the largest and the smallest value, together and each by itself.
+SHRINKS: Final = (
+    *((1 - i / 20, 1 - i / 20) for i in range(9)),
+    *((1 - i / 10, 1.0) for i in range(1, 5)), *((1.0, 1 - i / 10) for i in range(1, 5)),
+)  # fmt: skip
 REFINEMENTS: Final = 2  # rounds, after which little is to be gained
 JUDGED_ROWS: Final = 256  # of a matrix, spread over it, on which candidates are compared
 
@@ -153,7 +158,8 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """codes: (n_tiles, n_lines, 16) uint32 and scales: (n_tiles, n_groups, 16) float16, as the container has them.
+    """codes: (n_tiles, n_lines, 16) uint32, scales: (n_tiles, n_groups, 16) float16 and, of int4z, zero_points: uint8
+    of that shape, as the container has them.
 
     error: mean square of the outputs' error over that of the outputs, on the held-out tokens, of JUDGED_ROWS rows.
     n_underflowed: groups of nonzero values whose scale is zero.
@@ -162,8 +168,14 @@ class Solution:
     method: str
     codes: npt.NDArray[np.uint32]
     scales: npt.NDArray[np.float16]
+    zero_points: npt.NDArray[np.uint8] | None
     error: float
     n_underflowed: int
+
+    def parts(self) -> dict[str, npt.NDArray[np.generic]]:
+        """By kind, in file order."""
+        parts: dict[str, npt.NDArray[np.generic]] = {"codes": self.codes, "scales": self.scales}
+        return parts if self.zero_points is None else parts | {"zero_points": self.zero_points}
 
 
 def solve(
@@ -183,24 +195,39 @@ def solve(
             best = loss, name, found
     assert best is not None
     loss, name, found = best
-    q = untiled(found.q, len(w))
-    stored = (q + 8).astype(np.uint8) if scheme.bits == 4 else q
+    grid, q = codes.grid(scheme), untiled(found.q, len(w))
+    if grid.is_codebook:
+        stored: npt.NDArray[np.generic] = grid.codes[q]
+    elif scheme.bits == 4:
+        stored = (q - untiled(problem.wide(found.lows), len(w))).astype(np.uint8)
+    else:
+        stored = q
     power = problem.power()
     return Solution(
         method=name,
         codes=codes.pack(scheme, stored[None])[0],
         scales=found.scales,
+        zero_points=_zero_points(found.lows, len(w)) if grid.is_shifted else None,
         error=loss / power if power > 0 else 0.0,
         n_underflowed=problem.n_underflowed(found),
     )
 
 
+def _zero_points(lows: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
+    points = (-lows).astype(np.uint8)
+    if n_rows % TILE_ROWS:
+        points[-1, :, n_rows % TILE_ROWS :] = 0  # w4-container 4.5: padding is zero
+    return points
+
+
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """q: (n_tiles, n_columns, 16) int8; scales: (n_tiles, n_groups, 16) float16."""
+    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of); scales: (n_tiles, n_groups, 16) float16; lows: the
+    lowest integers, float32 of that shape."""
 
     q: npt.NDArray[np.int8]
     scales: npt.NDArray[np.float16]
+    lows: F32Array
 
 
 class _Problem:
@@ -211,22 +238,24 @@ class _Problem:
         n_rows, n = w.shape
         self._judged = _spread(n_rows, JUDGED_ROWS)
         self._size = min(scheme.group_size or n, n)
+        self._grid = codes.grid(scheme)
         self._group = (np.arange(n) // self._size).astype(np.int32)
 
     def run(self, candidate: str) -> _Rounding:
         tiles = tiled(self._w)
         if candidate == "rtn":
-            return self._nearest(tiles, self._search(tiles, np.ones(1, np.float32), whole=False))
-        multipliers = np.array(MULTIPLIERS, np.float32)
+            return self._nearest(tiles, *self._search(tiles, np.ones((1, 2), np.float32), whole=False))
+        multipliers = np.array(SHRINKS if self._grid.is_shifted else MULTIPLIERS, np.float32)
         if candidate == "search":
-            return self._nearest(tiles, self._search(tiles, multipliers, whole=False))
+            return self._nearest(tiles, *self._search(tiles, multipliers, whole=False))
         if self._lack is not None:
             tiles = tiled(self._w + self._inputs.solve(self._lack.fit))
-        return self._refined(tiles, self._fed_back(tiles, self._search(tiles, multipliers, whole=True)))
+        return self._refined(tiles, self._fed_back(tiles, *self._search(tiles, multipliers, whole=True)))
 
     def loss(self, r: _Rounding) -> float:
         """Mean square error of the outputs on the held-out tokens, but for a constant."""
-        e = untiled(r.q * self._wide(r.scales), len(self._w))[self._judged] - self._w[self._judged]
+        restored = levels_of(r.q, self._grid) * self.wide(r.scales)
+        e = untiled(restored, len(self._w))[self._judged] - self._w[self._judged]
         gained = 0.0 if self._lack is None else _sum(e.astype(np.float64) * self._lack.held_out[self._judged])
         return self._error(e) - 2 * gained
 
@@ -238,47 +267,50 @@ class _Problem:
         return output_error(e, self._inputs.held_out, threads=self._threads)
 
     def n_underflowed(self, r: _Rounding) -> int:
-        lost = (tiled(self._w) != 0) & (self._wide(r.scales) == 0)
+        lost = (tiled(self._w) != 0) & (self.wide(r.scales) == 0)
         starts = np.arange(0, self._w.shape[1], self._size)
         return int(np.logical_or.reduceat(lost, starts, axis=1).sum())
 
-    def _search(self, tiles: F32Array, multipliers: F32Array, *, whole: bool) -> npt.NDArray[np.float16]:
-        """Scales by the error of nearest codes weighted by the inputs' mean squares; `whole`: by the whole output error
-        of the group rounded with feedback."""
+    def _search(
+        self, tiles: F32Array, multipliers: F32Array, *, whole: bool
+    ) -> tuple[npt.NDArray[np.float16], F32Array]:
+        """Scales and lows by the error of nearest codes weighted by the inputs' mean squares; `whole`: by the
+        whole output error of the group rounded with feedback."""
         n, size = self._w.shape[1], self._size
         pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
         groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, pivots)
-        scales, errors = kernels.search_scales(
+        scales, lows, errors = kernels.search_scales(
             np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
-            bits=self._scheme.bits, threads=self._threads,
+            grid=self._grid, threads=self._threads,
         )  # fmt: skip
         if np.isinf(errors).any():
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()
             raise ScaleError(tile * TILE_ROWS + row, group * size)
-        return scales
+        return scales, lows
 
-    def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16]) -> _Rounding:
-        return _Rounding(code_of(tiles, self._wide(scales), self._scheme.bits).astype(np.int8), scales)
+    def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16], lows: F32Array) -> _Rounding:
+        levels = level_of(tiles, self.wide(scales), self.wide(lows), self._grid)
+        return _Rounding(codes_of(levels, self._grid), scales, lows)
 
-    def _fed_back(self, tiles: F32Array, scales: npt.NDArray[np.float16]) -> _Rounding:
+    def _fed_back(self, tiles: F32Array, scales: npt.NDArray[np.float16], lows: F32Array) -> _Rounding:
         order = self._inputs.order
         q = np.empty(tiles.shape, np.int8)
         q[:, order] = kernels.round_with_feedback(
-            np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32),
-            self._inputs.factor, bits=self._scheme.bits, threads=self._threads,
+            np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32), lows,
+            self._inputs.factor, grid=self._grid, threads=self._threads,
         )  # fmt: skip
-        return _Rounding(q, scales)
+        return _Rounding(q, scales, lows)
 
     def _refined(self, tiles: F32Array, r: _Rounding) -> _Rounding:
         kernels.refine(
-            tiles, r.q, r.scales, self._inputs.damped, self._size, bits=self._scheme.bits,
+            tiles, r.q, r.scales, r.lows, self._inputs.damped, self._size, grid=self._grid,
             n_rounds=REFINEMENTS, threads=self._threads,
         )  # fmt: skip
         return r
 
-    def _wide(self, scales: npt.NDArray[np.float16]) -> F32Array:
-        """The scale of each value: (n_tiles, n_columns, 16)."""
-        return np.repeat(scales.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
+    def wide(self, of_groups: npt.NDArray[np.floating[Any]]) -> F32Array:
+        """What each value's group has: (n_tiles, n_columns, 16)."""
+        return np.repeat(of_groups.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
 
 
 def _factored(

@@ -39,7 +39,7 @@ SCHEMES: Final = {
     "keep": ("keep", "keep"),
 }
 KINDS: Final = (*(kind for kind in BITS if kind not in KEPT_ONLY), "keep")  # what one tensor can be told to be
-CALIBRATED: Final = ("int4", "int8")  # kinds of linear weights that methods other than rtn know
+CALIBRATED: Final = ("int4", "int4z", "nf4", "fp4", "int8")  # kinds of linear weights that methods other than rtn know
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
 BUILT_IN: Final = Path(__file__).parent / "recipes"
 
@@ -48,7 +48,7 @@ def is_calibrated(role: Role, kind: str, *, tied_head: bool) -> bool:
     """Whether methods other than rtn know a matrix: linear weights, and those of a head in 4 bits."""
     if role == "linear":
         return kind in CALIBRATED
-    return kind == "int4" and (role == "head" or (role == "embedding" and tied_head))
+    return kind in CALIBRATED and BITS[kind] == 4 and (role == "head" or (role == "embedding" and tied_head))
 
 
 @dataclass(frozen=True, slots=True)

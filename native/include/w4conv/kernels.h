@@ -171,6 +171,15 @@ struct RowDifference {
   bool equal;      // every x == y
 };
 
+// The levels that weights over their scale are rounded to: integers from a lowest one, that of their group, to that + span;
+// or 16 of a codebook, ascending, with what lies between each and the next.
+struct Grid {
+  float span;
+  bool is_shifted;  // the lowest integer is for the search to find; else it is the same everywhere
+  bool is_codebook;
+  float levels[16], middles[15];
+};
+
 struct Kernels {
   const char* name;
 
@@ -221,12 +230,13 @@ struct Kernels {
 
   // Calibrated rounding, of a chunk of n_rows (up to kChunkRows, a multiple of 16) rows (calibrated.inc.h).
   void (*round_with_feedback)(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
-                              int64_t n_groups, const float* factor, float top, int8_t* q, float* acc);
+                              const float* lows, int64_t n_groups, const float* factor, const Grid& grid, int8_t* q,
+                              float* acc);
   void (*solve_rows)(float* x, int64_t n, int64_t n_rows, const float* factor, const float* pivots, float* acc);
-  void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, float top, int n_rounds,
-                 uint16_t* scales, int8_t* q, float* scratch);
+  void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid,
+                 int n_rounds, uint16_t* scales, const float* lows, int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                        int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc);
+                        int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc);
   // Products of panels, and the parts of a factor that are not such products.
   void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
   int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);

@@ -147,11 +147,11 @@ int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* p
 }
 
 void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
-                         const int32_t* group, const float* scales, int64_t n_groups, const float* factor, float top,
-                         int8_t* q) {
+                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups,
+                         const float* factor, const Grid& grid, int8_t* q) {
   each_chunk(pool, n_tiles, n * kChunkRows, [&](int64_t tile, int64_t n_rows, float* acc) {
-    const int64_t at = tile * n * kTileRows;
-    kernels.round_with_feedback(w + at, n, n_rows, group, scales + tile * n_groups * kTileRows, n_groups, factor, top,
+    const int64_t at = tile * n * kTileRows, of_group = tile * n_groups * kTileRows;
+    kernels.round_with_feedback(w + at, n, n_rows, group, scales + of_group, lows + of_group, n_groups, factor, grid,
                                 q + at, acc);
   });
 }
@@ -164,23 +164,24 @@ void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, i
 }
 
 void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-            const float* h, float top, int n_rounds, uint16_t* scales, int8_t* q) {
+            const float* h, const Grid& grid, int n_rounds, uint16_t* scales, const float* lows, int8_t* q) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   each_chunk(pool, n_tiles, (2 * n + 3 * group_size) * kChunkRows, [&](int64_t tile, int64_t n_rows, float* scratch) {
-    const int64_t at = tile * n * kTileRows;
-    kernels.refine(w + at, n, n_rows, group_size, h, top, n_rounds, scales + tile * n_groups * kTileRows, q + at, scratch);
+    const int64_t at = tile * n * kTileRows, of_group = tile * n_groups * kTileRows;
+    kernels.refine(w + at, n, n_rows, group_size, h, grid, n_rounds, scales + of_group, lows + of_group, q + at, scratch);
   });
 }
 
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-                   const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers, float top,
-                   uint16_t* scales, float* errors) {
+                   const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers,
+                   const Grid& grid, uint16_t* scales, float* lows, float* errors) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   each(pool, n_tiles * n_groups, group_size * kChunkRows, [&](int64_t task, float* acc) {
     const int64_t tile = task / n_groups, g = task % n_groups, begin = g * group_size;
     kernels.search_scales(w + (tile * n + begin) * kTileRows, std::min(group_size, n - begin),
                           factors == nullptr ? nullptr : factors + g * group_size * group_size, pivots + begin, multipliers,
-                          n_multipliers, top, scales + task * kTileRows, errors + task * kTileRows, acc);
+                          n_multipliers, grid, scales + task * kTileRows, lows + task * kTileRows,
+                          errors + task * kTileRows, acc);
   });
 }
 

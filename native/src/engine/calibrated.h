@@ -15,10 +15,11 @@ void products(const Kernels& kernels, Pool& pool, const float* a, const float* b
 // pivots [n]. Returns the first column whose pivot is not positive, and a is of no use then, or -1.
 int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* pivots);
 
-// w [n_tiles][n][16] -> q [n_tiles][n][16]; scales [n_tiles][n_groups][16], factor [n][n] (docs in calibrated.inc.h).
+// w [n_tiles][n][16] -> q [n_tiles][n][16]; scales and lows [n_tiles][n_groups][16], factor [n][n] (docs in
+// calibrated.inc.h).
 void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
-                         const int32_t* group, const float* scales, int64_t n_groups, const float* factor, float top,
-                         int8_t* q);
+                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups,
+                         const float* factor, const Grid& grid, int8_t* q);
 
 // x [n_tiles][n][16] := the y of y H = x, of which factor and pivots are given.
 void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, int64_t n, const float* factor,
@@ -26,12 +27,12 @@ void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, i
 
 // Codes q [n_tiles][n][16] and FP16 scales [n_tiles][n_groups][16] made better; h [n][n].
 void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-            const float* h, float top, int n_rounds, uint16_t* scales, int8_t* q);
+            const float* h, const Grid& grid, int n_rounds, uint16_t* scales, const float* lows, int8_t* q);
 
 // w [n_tiles][n][16], groups of group_size columns; factors [n_groups][group_size][group_size] (the last group uses its own
-// width as stride) or null, pivots [n] -> scales and errors [n_tiles][n_groups][16].
+// width as stride) or null, pivots [n], multipliers [n_multipliers][2] -> scales, lows and errors [n_tiles][n_groups][16].
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-                   const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers, float top,
-                   uint16_t* scales, float* errors);
+                   const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers,
+                   const Grid& grid, uint16_t* scales, float* lows, float* errors);
 
 }  // namespace w4conv

@@ -61,14 +61,43 @@ inline void clear(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] = 0.0f;
 }
 
-// q = x / scale, rounded half to even and clipped to [-top, top - 1]; 0 where the scale is 0.
-inline vf code_of(vf x, vf scale, float top) {
+// x within [low, high], rounded half to even.
+inline vf rounded(vf x, vf low, vf high) {
   const vf magic = splat(0x1.8p23f);
-  vf q = x / scale;
-  q = select((vi)(q > splat(top - 1.0f)), splat(top - 1.0f), q);
-  q = select((vi)(q < splat(-top)), splat(-top), q);
-  q = (q + magic) - magic;
-  return select((vi)(scale == vf{}), vf{}, q);
+  x = select((vi)(x > high), high, x);
+  x = select((vi)(x < low), low, x);
+  return (x + magic) - magic;
+}
+
+// The levels of a Grid. nearest: that of x / scale, of those from `low` on; 0 where the scale is 0. Codes of a codebook count
+// its levels from the lowest; integers are their own.
+struct IntegerLevels {
+  const Grid& grid;
+  vf nearest(vf x, vf scale, vf low) const {
+    const vf level = rounded(x / scale, low, low + splat(grid.span));
+    return select((vi)(scale == vf{}), vf{}, level);
+  }
+  float level(int8_t code) const { return code; }
+  vf codes(vf levels) const { return levels; }
+};
+struct TableLevels {
+  const Grid& grid;
+  vf nearest(vf x, vf scale, vf) const {
+    const vf wanted = x * (splat(1.0f) / scale);
+    vf level = splat(grid.levels[0]);
+    for (int i = 0; i < 15; i++) level = select((vi)(wanted > splat(grid.middles[i])), splat(grid.levels[i + 1]), level);
+    return select((vi)(scale == vf{}), vf{}, level);
+  }
+  float level(int8_t code) const { return grid.levels[code]; }
+  vf codes(vf levels) const {
+    vf code{};
+    for (int i = 0; i < 15; i++) code = select((vi)(levels > splat(grid.middles[i])), splat(static_cast<float>(i + 1)), code);
+    return code;
+  }
+};
+template <class Work>
+inline void on(const Grid& grid, Work work) {
+  grid.is_codebook ? work(TableLevels{grid}) : work(IntegerLevels{grid});
 }
 
 // Columns from the last to the first, or with kUp from the first to the last: e = step(j, r, acc of column j at row r) goes
@@ -116,17 +145,19 @@ void solve_rows(float* x, int64_t n, int64_t n_rows, const float* factor, const 
   });
 }
 
-// q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - q scale goes to the columns before
-// it. group[j]: whose scale column j has; scales: [tile][n_groups][16]. acc: n * kChunkRows floats.
+// q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - level * scale goes to the columns
+// before it. group[j]: whose scale column j has; scales, lows: [tile][n_groups][16]. acc: n * kChunkRows floats.
 void round_with_feedback(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
-                         int64_t n_groups, const float* factor, float top, int8_t* q, float* acc) {
+                         const float* lows, int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc) {
   clear(acc, n * kChunkRows);
-  sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
-    const int64_t at = in_tiles(n, j, r);
-    const vf scale = load(scales + in_tiles(n_groups, group[j], r)), original = load(w + at);
-    const vf code = code_of(original + fed, scale, top);
-    for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
-    return original - code * scale;
+  on(grid, [&](auto levels) {
+    sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
+      const int64_t at = in_tiles(n, j, r), of_group = in_tiles(n_groups, group[j], r);
+      const vf scale = load(scales + of_group), original = load(w + at);
+      const vf level = levels.nearest(original + fed, scale, load(lows + of_group)), code = levels.codes(level);
+      for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
+      return original - level * scale;
+    });
   });
 }
 
@@ -140,14 +171,12 @@ inline void spread(const float* h, int64_t n, const float* errors, int64_t n_err
   }
 }
 
-// Codes and scales better than they were for the error e h e^T, e = w - q scale, h symmetric with a positive diagonal. In
-// each round, group by group: the scale takes its best value given all else, then every code, from the last to the first.
-// scales: [tile][n_groups][16] FP16 bits. scratch: (2 * n + 3 * group_size) * kChunkRows floats.
-void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, float top, int n_rounds,
-            uint16_t* scales, int8_t* q, float* scratch) {
+template <class Levels>
+void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, int n_rounds,
+               uint16_t* scales, const float* lows, int8_t* q, float* scratch) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
-  float *const slope = scratch, *const code = slope + n * kChunkRows;  // slope: e h
-  float *const near = code + n * kChunkRows, *const along = near + group_size * kChunkRows;
+  float *const slope = scratch, *const level = slope + n * kChunkRows;  // slope: e h
+  float *const near = level + n * kChunkRows, *const along = near + group_size * kChunkRows;
   float* const changed = along + group_size * kChunkRows;
   clear(slope, n * kChunkRows);
   for (int64_t g = n_groups - 1; g >= 0; g--) {
@@ -155,8 +184,8 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
     for (int64_t k = 0; k < width; k++) {
       for (int64_t r = 0; r < n_rows; r += kLanes) {
         const int64_t from = in_tiles(n, begin + k, r);
-        float* const c = code + (begin + k) * kChunkRows + r;
-        for (int i = 0; i < kLanes; i++) c[i] = q[from + i];
+        float* const c = level + (begin + k) * kChunkRows + r;
+        for (int i = 0; i < kLanes; i++) c[i] = levels.level(q[from + i]);
         store(changed + k * kChunkRows + r, load(w + from) - load(c) * from_f16(scales + in_tiles(n_groups, g, r)));
       }
     }
@@ -166,7 +195,7 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
     for (int64_t g = n_groups - 1; g >= 0; g--) {
       const int64_t begin = g * group_size, width = n - begin < group_size ? n - begin : group_size;
       const float* const own = h + begin * n + begin;
-      float* const of = code + begin * kChunkRows;
+      float* const of = level + begin * kChunkRows;
       clear(along, width * kChunkRows);
       spread(own, n, of, width, width, n_rows, along);
       alignas(64) float scale[kChunkRows];
@@ -193,7 +222,8 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
       sweep<false>(width, own, n, n_rows, near, [&](int64_t j, int64_t r, vf at_j) {
         float* const p = of + j * kChunkRows + r;
         const vf best = load(scale + r), before = load(p);
-        const vf after = code_of(before * best + at_j / splat(own[j * n + j]), best, top);
+        const vf low = load(lows + in_tiles(n_groups, g, r));
+        const vf after = levels.nearest(before * best + at_j / splat(own[j * n + j]), best, low);
         store(p, after);
         return (before - after) * best;
       });
@@ -207,18 +237,28 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
     }
   }
   for (int64_t k = 0; k < n; k++) {
-    for (int64_t r = 0; r < n_rows; r++) q[in_tiles(n, k, r)] = static_cast<int8_t>(code[k * kChunkRows + r]);
+    for (int64_t r = 0; r < n_rows; r += kLanes) {
+      const vf code = levels.codes(load(level + k * kChunkRows + r));
+      for (int i = 0; i < kLanes; i++) q[in_tiles(n, k, r) + i] = static_cast<int8_t>(code[i]);
+    }
   }
 }
 
-// Scales of one group of n columns of a tile: of the candidates base * multipliers[i], base the scale of round-to-nearest,
-// the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - q scale with feedback as above inside the
-// group, or none where `factor` is null. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. errors: 16
-// floats.
-void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                   int64_t n_multipliers, float top, uint16_t* scales, float* errors, float* acc) {
+// Codes and scales better than they were for the error e h e^T, e = w - level * scale, h symmetric with a positive diagonal.
+// In each round, group by group: the scale takes its best value given all else, then every code, from the last to the first.
+// scales: [tile][n_groups][16] FP16 bits. scratch: (2 * n + 3 * group_size) * kChunkRows floats.
+void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid, int n_rounds,
+            uint16_t* scales, const float* lows, int8_t* q, float* scratch) {
+  on(grid, [&](auto levels) { refine_on(levels, w, n, n_rows, group_size, h, n_rounds, scales, lows, q, scratch); });
+}
+
+template <class Levels>
+void search_on(Levels levels, const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
+               int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc) {
   constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
-  alignas(64) float base[kTileRows], best[kTileRows], scale[kChunkRows], error[kChunkRows];
+  alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows];
+  alignas(64) float scale[kChunkRows], low[kChunkRows], error[kChunkRows];
+  const float top = (grid.span + 1.0f) / 2.0f;
   for (int64_t r = 0; r < kTileRows; r += kLanes) {
     vf largest = load(w + r), smallest = largest;
     for (int64_t j = 1; j < n; j++) {
@@ -226,22 +266,38 @@ void search_scales(const float* w, int64_t n, const float* factor, const float* 
       largest = select((vi)(x > largest), x, largest);
       smallest = select((vi)(x < smallest), x, smallest);
     }
-    store(base + r, select((vi)(largest > -smallest), largest, smallest) / splat(-top));
+    if (grid.is_shifted) {
+      store(high + r, select((vi)(largest > vf{}), largest, vf{}));
+      store(below + r, select((vi)(smallest < vf{}), smallest, vf{}));
+    } else {
+      const vf extreme = select((vi)(largest > -smallest), largest, smallest);
+      store(high + r, grid.is_codebook ? select((vi)(extreme < vf{}), -extreme, extreme) : extreme / splat(-top));
+      store(below + r, vf{});
+    }
     store(best + r, vf{});
+    store(lows + r, splat(-top));
     store(errors + r, splat(__builtin_inff()));
   }
   for (int64_t first = 0; first < n_multipliers; first += kCandidates) {
     const int64_t n_now = n_multipliers - first < kCandidates ? n_multipliers - first : kCandidates;
     const int64_t n_rows = n_now * kTileRows;
     for (int64_t r = 0; r < n_rows; r += kLanes) {
+      const float* const m = multipliers + 2 * (first + r / kTileRows);
+      const vf above = load(high + r % kTileRows) * splat(m[0]), under = load(below + r % kTileRows) * splat(m[1]);
       uint16_t bits[kLanes];
-      to_f16(load(base + r % kTileRows) * splat(multipliers[first + r / kTileRows]), bits);
-      store(scale + r, from_f16(bits));
+      to_f16(grid.is_shifted ? (above - under) / splat(grid.span) : above, bits);
+      const vf candidate = from_f16(bits);
+      store(scale + r, candidate);
+      vf lowest = splat(-top);
+      if (grid.is_shifted) {
+        lowest = select((vi)(candidate == vf{}), lowest, -rounded(-under / candidate, vf{}, splat(grid.span)));
+      }
+      store(low + r, lowest);
     }
     clear(error, n_rows);
     const auto step = [&](int64_t j, int64_t r, vf fed) {
       const vf original = load(w + j * kTileRows + r % kTileRows), wanted = original + fed;
-      const vf restored = code_of(wanted, load(scale + r), top) * load(scale + r);
+      const vf restored = levels.nearest(wanted, load(scale + r), load(low + r)) * load(scale + r);
       const vf left = wanted - restored;
       store(error + r, fma(left * left, splat(pivots[j]), load(error + r)));
       return original - restored;
@@ -259,6 +315,7 @@ void search_scales(const float* w, int64_t n, const float* factor, const float* 
       const vf found = load(error + r), candidate = load(scale + r), least = load(errors + row);
       const vi better = (vi)(found < least) & (vi)(candidate - candidate == vf{});  // not a scale beyond FP16
       store(best + row, select(better, candidate, load(best + row)));
+      store(lows + row, select(better, load(low + r), load(lows + row)));
       store(errors + row, select(better, found, least));
     }
   }
@@ -266,6 +323,18 @@ void search_scales(const float* w, int64_t n, const float* factor, const float* 
     const vf found = load(best + r);
     to_f16(select((vi)(found == vf{}), vf{}, found), scales + r);  // +0
   }
+}
+
+// Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
+// round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with feedback
+// as above inside the group, or none where `factor` is null. multipliers: of the scale, and something; on a shifted grid,
+// of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. lows, errors: 16
+// floats.
+void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
+                   int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc) {
+  on(grid, [&](auto levels) {
+    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, scales, lows, errors, acc);
+  });
 }
 
 // c[i][j] += sum over k of a[k][i] * b[k][j], or -=, one chain that goes on from c. a, b: [n_k][kPanel], c:
