@@ -546,16 +546,14 @@ void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
     for (size_t i = 0; i < q.size(); i++) require(q.data()[i] >= 0 && q.data()[i] < 16, "no such level");
   }
   const nb::gil_scoped_release release;
-  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, scales.data(), lows.data(),
-         q.data());
+  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, scales.data(), lows.data(), q.data());
 }
 
 void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatTiles& factors, const Floats& pivots,
                   const FloatRows& multipliers, const Grid& grid, const MutableHalfTiles& scales,
                   const MutableFloatTiles& lows, const MutableFloatTiles& errors) {
   const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
-  require(w.shape(2) == 16 && scales.shape(2) == 16 && lows.shape(2) == 16 && errors.shape(2) == 16,
-          "tiles have 16 rows");
+  require(w.shape(2) == 16 && scales.shape(2) == 16 && lows.shape(2) == 16 && errors.shape(2) == 16, "tiles have 16 rows");
   require(multipliers.shape(1) == 2, "multipliers: not two a candidate");
   require(n > 0 && group_size > 0 && group_size <= n, "group size: not between 1 and the columns");
   const int64_t n_groups = (n + group_size - 1) / group_size;
@@ -563,9 +561,8 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
               (factors.shape(0) == 0 || static_cast<int64_t>(factors.shape(0)) == n_groups) &&
               static_cast<int64_t>(pivots.size()) == n,
           "factors or pivots: wrong shape");
-  for (const auto& [tiles, groups] :
-       {std::pair{scales.shape(0), scales.shape(1)}, std::pair{lows.shape(0), lows.shape(1)},
-        std::pair{errors.shape(0), errors.shape(1)}}) {
+  for (const auto& [tiles, groups] : {std::pair{scales.shape(0), scales.shape(1)}, std::pair{lows.shape(0), lows.shape(1)},
+                                      std::pair{errors.shape(0), errors.shape(1)}}) {
     require(static_cast<int64_t>(tiles) == n_tiles && static_cast<int64_t>(groups) == n_groups,
             "scales, lows or errors: wrong shape");
   }
@@ -624,16 +621,18 @@ NB_MODULE(_native, m) {
 
   m.def("products", &bound_products, "pool"_a, "a"_a, "b"_a, "upper"_a, "out"_a);
   m.def("factor", &bound_factor, "pool"_a, "a"_a, "pivots"_a);
-  nb::class_<Grid>(m, "Grid").def("__init__", [](Grid* self, float span, bool is_shifted, const Floats& levels) {
-    new (self) Grid(grid_of(span, is_shifted, levels));
-  }, "span"_a, "is_shifted"_a, "levels"_a);
-  m.def("round_with_feedback", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "lows"_a, "factor"_a, "grid"_a,
-        "q"_a);
+  nb::class_<Grid>(m, "Grid").def(
+      "__init__",
+      [](Grid* self, float span, bool is_shifted, const Floats& levels) {
+        new (self) Grid(grid_of(span, is_shifted, levels));
+      },
+      "span"_a, "is_shifted"_a, "levels"_a);
+  m.def("round_with_feedback", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "lows"_a, "factor"_a, "grid"_a, "q"_a);
   m.def("solve_rows", &bound_solve, "pool"_a, "x"_a, "factor"_a, "pivots"_a);
   m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "grid"_a, "n_rounds"_a, "scales"_a, "lows"_a,
         "q"_a);
-  m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a,
-        "grid"_a, "scales"_a, "lows"_a, "errors"_a);
+  m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "grid"_a,
+        "scales"_a, "lows"_a, "errors"_a);
 
   m.def("explain_lost_pages", &explain_lost_pages);
   m.def("read", &read_all, "pool"_a, "data"_a);

@@ -147,12 +147,12 @@ int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* p
 }
 
 void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
-                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups,
-                         const float* factor, const Grid& grid, int8_t* q) {
+                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups, const float* factor,
+                         const Grid& grid, int8_t* q) {
   each_chunk(pool, n_tiles, n * kChunkRows, [&](int64_t tile, int64_t n_rows, float* acc) {
     const int64_t at = tile * n * kTileRows, of_group = tile * n_groups * kTileRows;
-    kernels.round_with_feedback(w + at, n, n_rows, group, scales + of_group, lows + of_group, n_groups, factor, grid,
-                                q + at, acc);
+    kernels.round_with_feedback(w + at, n, n_rows, group, scales + of_group, lows + of_group, n_groups, factor, grid, q + at,
+                                acc);
   });
 }
 
@@ -180,8 +180,8 @@ void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n
     const int64_t tile = task / n_groups, g = task % n_groups, begin = g * group_size;
     kernels.search_scales(w + (tile * n + begin) * kTileRows, std::min(group_size, n - begin),
                           factors == nullptr ? nullptr : factors + g * group_size * group_size, pivots + begin, multipliers,
-                          n_multipliers, grid, scales + task * kTileRows, lows + task * kTileRows,
-                          errors + task * kTileRows, acc);
+                          n_multipliers, grid, scales + task * kTileRows, lows + task * kTileRows, errors + task * kTileRows,
+                          acc);
   });
 }
 

@@ -18,8 +18,8 @@ int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* p
 // w [n_tiles][n][16] -> q [n_tiles][n][16]; scales and lows [n_tiles][n_groups][16], factor [n][n] (docs in
 // calibrated.inc.h).
 void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
-                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups,
-                         const float* factor, const Grid& grid, int8_t* q);
+                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups, const float* factor,
+                         const Grid& grid, int8_t* q);
 
 // x [n_tiles][n][16] := the y of y H = x, of which factor and pivots are given.
 void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, int64_t n, const float* factor,

@@ -69,8 +69,8 @@ inline vf rounded(vf x, vf low, vf high) {
   return (x + magic) - magic;
 }
 
-// The levels of a Grid. nearest: that of x / scale, of those from `low` on; 0 where the scale is 0. Codes of a codebook count
-// its levels from the lowest; integers are their own.
+// The levels of a Grid. nearest: that of x / scale, of those from `low` on; 0 where the scale is 0. Codes of a codebook
+// count its levels from the lowest; integers are their own.
 struct IntegerLevels {
   const Grid& grid;
   vf nearest(vf x, vf scale, vf low) const {
@@ -91,7 +91,8 @@ struct TableLevels {
   float level(int8_t code) const { return grid.levels[code]; }
   vf codes(vf levels) const {
     vf code{};
-    for (int i = 0; i < 15; i++) code = select((vi)(levels > splat(grid.middles[i])), splat(static_cast<float>(i + 1)), code);
+    for (int i = 0; i < 15; i++)
+      code = select((vi)(levels > splat(grid.middles[i])), splat(static_cast<float>(i + 1)), code);
     return code;
   }
 };
@@ -326,10 +327,10 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
 }
 
 // Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
-// round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with feedback
-// as above inside the group, or none where `factor` is null. multipliers: of the scale, and something; on a shifted grid,
-// of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. lows, errors: 16
-// floats.
+// round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with
+// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and something; on a shifted
+// grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. lows,
+// errors: 16 floats.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
                    int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc) {
   on(grid, [&](auto levels) {
