@@ -128,7 +128,14 @@ def test_families(tmp_path: Path, name: str) -> None:
     assert w4conv.verify(tmp_path / "out", against=tmp_path / "m.w4").ok
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mixtral", "experts"), ("phi3-longrope", "depends on the length")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mixtral", "experts"),
+        ("phi3-longrope", "depends on the length"),
+        ("llama-rope-dynamic", "depends on the length"),
+    ],
+)
 def test_what_has_no_graph(tmp_path: Path, name: str, reason: str) -> None:
     w4conv.quantize(Case(name, tmp_path).folder, tmp_path / "m.w4", group_size=32)
     with pytest.raises(InputError, match=reason):

@@ -141,7 +141,7 @@ class GgufSource(Source):
     @staticmethod
     def _coding(place: _Place) -> QuantScheme | None:
         tensor = place.tensor
-        if len(tensor.shape) < 2 or not tensor.nbytes:
+        if len(tensor.shape) not in (2, 3) or not tensor.nbytes:
             return None
         n_rows = math.prod(tensor.shape[:-1])
         row_nbytes = tensor.nbytes // n_rows
