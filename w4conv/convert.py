@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from pathlib import Path
 
 from w4conv.container import STDOUT, check_target
 from w4conv.errors import UsageError
+from w4conv.importance_matrix import ImportanceMatrix
 from w4conv.planning import ConversionPlan, known_method
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.generic import GENERIC
 from w4conv.quantization.recipe import Rule, make_recipe, read_rules
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
-from w4conv.statistics import Statistics, is_statistics
+from w4conv.statistics import SavedStatistics, Statistics
 from w4conv.writing import write
 
 
@@ -105,8 +107,9 @@ def quantize(
     gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which
     activations are observed: calibration_tokens of it (16384) in sequences of calibration_ctx (512), spread over the
     text. They keep what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
-    calibration may also be a file of statistics (statistics.calibrate). Then each matrix is rounded for the inputs that
-    it has in the source; gptq and best need those with second moments, and without them None means awq.
+    calibration may also be a file of statistics (statistics.calibrate), or an importance matrix of llama.cpp. Then each
+    matrix is rounded for the inputs that it has in the source; gptq and best need those with second moments, and without
+    them None means awq.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
@@ -213,13 +216,24 @@ def _target(bpw: float | str, *others: object) -> Decimal:
 def _open_calibration(
     path: Path, tokens: int | None, ctx: int | None
 ) -> tuple[Path, int | None, int | None] | Statistics:
-    if not is_statistics(path):
+    head = _first_bytes(path)
+    is_importance_matrix = head.startswith(b"GGUF")
+    if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
         return path, tokens, ctx
     if tokens is not None or ctx is not None:
         raise UsageError(
             f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"
         )
-    return Statistics(path)
+    return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
+
+
+def _first_bytes(path: Path) -> bytes:
+    """9 of them; none of a pipe, which can be read once only, nor of what cannot be opened, which is told later."""
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as stream:
+            return stream.read(9)
+    except OSError:
+        return b""
 
 
 def _method(method: str | None, calibration: object) -> str:

@@ -30,6 +30,7 @@ from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
 from w4conv.runtime.tokenizer import highest_ids
 from w4conv.sensitivity import Sensitivity
 from w4conv.sources.base import Source
+from w4conv.statistics import HEAD as HEAD_PLACE
 from w4conv.statistics import Statistics, observe
 
 TOOL: Final = f"w4conv {__version__}"
@@ -41,7 +42,8 @@ Array = npt.NDArray[np.generic]
 
 
 class ConversionPlan:
-    """One source planned by one recipe. Creating it checks everything but the values, with target_bpw these too.
+    """One source planned by one recipe. Creating it checks everything but the values; for target_bpw and awq it reads
+    them, and with calibration runs the model.
 
     layout: of the whole file. recipe: with the rules that target_bpw, if given, has added in front, n_allocated.
     method: the word for the record; methods: matrix -> its own, of those that are calibrated, on `calibration`.
@@ -125,6 +127,8 @@ class ConversionPlan:
 
     def _check_statistics(self, statistics: Statistics) -> None:
         statistics.check(self.source, self.spec())
+        if any(t.layer is None and t.name in self.methods for t in self.model.tensors()):
+            statistics.of_place(None, HEAD_PLACE)  # raises where it has none
         for name, method in self.methods.items():
             if "gptq" in METHODS[method] and not statistics.full:
                 raise UsageError(

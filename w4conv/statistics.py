@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +126,35 @@ def observe(
     yield summed({HEAD: final_norm(spec, s, norm, threads=threads)} for s in hidden)
 
 
-class Statistics:
-    """A file of statistics, opened; nothing but the mapping is held."""
+class Statistics(ABC):
+    """A file of statistics, opened; nothing but the mapping is held.
+
+    full: whether it has second moments. digest: BLAKE3 of the file, hexadecimal.
+    """
+
+    path: Path
+    digest: str
+    full: bool
+
+    @abstractmethod
+    def check(self, source: Source, spec: ModelSpec) -> None:
+        """Raises InputError when they are those of another model; comes before what follows."""
+
+    @abstractmethod
+    def of_place(self, layer: int | None, place: str) -> PlaceStatistics:
+        """layer: None for the head. Raises InputError."""
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """For the provenance of a container."""
+
+    def layers(self, spec: ModelSpec) -> Iterator[dict[str, PlaceStatistics]]:
+        for i in range(spec.n_layers):
+            yield {place: self.of_place(i, place) for place in PLACES}
+
+
+class SavedStatistics(Statistics):
+    """Of `calibrate`."""
 
     def __init__(self, path: Path) -> None:
         """Raises InputError."""
@@ -140,13 +168,9 @@ class Statistics:
         if self._about.get("format") != FORMAT:
             raise InputError(f"{path}: is no file of statistics of `w4conv calibrate`: its format is not {FORMAT!r}")
         self.full = any(name.endswith(".moments") for name in self._entries)
-        state = blake3()
-        for start in range(0, self._file.nbytes, _BLOCK_NBYTES):
-            state.update(self._file.view(start, min(_BLOCK_NBYTES, self._file.nbytes - start)).data)
-        self.digest = state.hexdigest()
+        self.digest = file_digest(self._file)
 
     def check(self, source: Source, spec: ModelSpec) -> None:
-        """Raises InputError when they are those of another model."""
         wrong = f"{self.path}: is of another model than {source.path}"
         if self._about.get("architecture") != spec.architecture:
             raise InputError(f"{wrong}: its architecture is {self._about.get('architecture')}, not {spec.architecture}")
@@ -169,12 +193,7 @@ class Statistics:
             raise InputError(f"{self.path}: {name}: a value is not finite; the file is damaged")
         return found
 
-    def layers(self, spec: ModelSpec) -> Iterator[dict[str, PlaceStatistics]]:
-        for i in range(spec.n_layers):
-            yield {place: self.of_place(i, place) for place in PLACES}
-
     def record(self) -> dict[str, Any]:
-        """For the provenance of a container."""
         return {"statistics_blake3": self.digest} | {key: _number(self._about.get(key)) for key in _RECORDED}
 
     def _read(self, name: str) -> F32Array:
@@ -183,16 +202,11 @@ class Statistics:
         return np.frombuffer(raw.tobytes(), np.float32).reshape(entry.shape)
 
 
-def is_statistics(path: Path) -> bool:
-    """Whether a file begins as safetensors do, and as no text does."""
-    try:
-        if not path.is_file():  # what a pipe gives can be read once only
-            return False
-        with path.open("rb") as stream:
-            head = stream.read(9)
-    except OSError:
-        return False  # told where it is opened
-    return len(head) == 9 and head[4:] == b"\0\0\0\0{"
+def file_digest(file: MappedFile) -> str:
+    state = blake3()
+    for start in range(0, file.nbytes, _BLOCK_NBYTES):
+        state.update(file.view(start, min(_BLOCK_NBYTES, file.nbytes - start)).data)
+    return state.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +270,10 @@ def calibrate(
     )  # fmt: skip
 
 
+def n_channels(spec: ModelSpec, place: str) -> int:
+    return {"o": spec.n_heads * spec.head_dim, "down": spec.intermediate_size}.get(place, spec.hidden_size)
+
+
 def _number(word: str | None) -> int | str:
     return int(word) if word and word.isascii() and word.isdigit() and len(word) < 16 else (word or "")
 
@@ -266,9 +284,8 @@ def _name(layer: int | None, place: str) -> str:
 
 def _channels(spec: ModelSpec) -> dict[str, int]:
     """Places and what they read, in the order of the file."""
-    widths = (spec.hidden_size, spec.n_heads * spec.head_dim, spec.hidden_size, spec.intermediate_size)
-    places = {_name(i, place): n for i in range(spec.n_layers) for place, n in zip(PLACES, widths, strict=True)}
-    return places | {HEAD: spec.hidden_size}
+    places = {_name(i, place): n_channels(spec, place) for i in range(spec.n_layers) for place in PLACES}
+    return places | {HEAD: n_channels(spec, HEAD)}
 
 
 def _header(source: Source, spec: ModelSpec, text: CalibrationText, *, full: bool) -> bytes:

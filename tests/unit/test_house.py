@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "channel_scaling",
         "statistics",
         "calibration_text",
+        "importance_matrix",
         "writing",
         "verification",
         "inspection",

@@ -21,7 +21,7 @@ from w4conv.quantization.reference import quantize_rtn
 from w4conv.runtime.layers import LayeredSource
 from w4conv.sensitivity import PLACE_WEIGHTS, Sensitivity
 from w4conv.sources import open_source
-from w4conv.statistics import Statistics, calibrate, is_statistics
+from w4conv.statistics import SavedStatistics, calibrate
 from w4conv.verification import verify
 
 WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
@@ -89,12 +89,12 @@ def test_bytes_depend_on_neither_threads_nor_tier(
         made.add((tmp_path / tier).read_bytes())
         assert report.nbytes == (tmp_path / tier).stat().st_size
     assert len(made) == 1
-    assert report.digest == blake3(made.pop()).hexdigest() == Statistics(files[True]).digest
+    assert report.digest == blake3(made.pop()).hexdigest() == SavedStatistics(files[True]).digest
 
 
 def test_moments_without_those_of_pairs(files: dict[bool, Path]) -> None:
     """The same diagonal; of different channels the products of their means."""
-    whole, plain = (Statistics(files[full]).of_place(1, "down") for full in (True, False))
+    whole, plain = (SavedStatistics(files[full]).of_place(1, "down") for full in (True, False))
     for a, b, mean in zip(whole.second_moments(), plain.second_moments(), plain.mean, strict=True):
         np.testing.assert_allclose(np.diag(a), np.diag(b), rtol=1e-4)
         off = ~np.eye(len(b), dtype=bool)
@@ -164,7 +164,7 @@ def test_a_budget_of_bits(files: dict[bool, Path], model: Path, tmp_path: Path) 
         spec = LayeredSource(source).spec
         tensors = [t for t in spec.tensors() if t.role == "linear"]
         sensitivity = Sensitivity(source, tensors, MENU, threads=1, advance=lambda *_: None)
-        losses = sensitivity.from_statistics(Statistics(files[False]))
+        losses = sensitivity.from_statistics(SavedStatistics(files[False]))
         w = source.read(name).astype(np.float64)
     squares = load_file(files[False])["layers.1.down.mean_square"][0].astype(np.float64)
     for scheme, loss in zip(MENU, losses[name], strict=True):
@@ -226,5 +226,69 @@ def test_options_that_make_no_sense(files: dict[bool, Path], model: Path, text: 
         calibrate(model, text, tmp_path / "s", tokens=1 << 20, ctx=32)
     with pytest.raises(OutputError, match="exists already"):
         calibrate(model, text, files[False], **SMALL)
-    assert not is_statistics(text)
-    assert not is_statistics(tmp_path / "absent")
+
+
+def write_imatrix(path: Path, rows: dict[str, Any], *, kind: str = "imatrix", count: float = 7) -> Path:
+    """As llama-imatrix does: sums of squares and how many."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, arch=None)
+    writer.add_type(kind)
+    writer.add_uint32("imatrix.chunk_count", 3)
+    for name, squares in rows.items():
+        writer.add_tensor(f"{name}.in_sum2", (squares * 7).astype(np.float32)[None])
+        writer.add_tensor(f"{name}.counts", np.array([[count]], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+GGUF_NAMES = {"qkv": ("attn_q", "attn_k", "attn_v"), "o": ("attn_output",), "gate_up": ("ffn_gate", "ffn_up"),
+              "down": ("ffn_down",)}  # fmt: skip
+
+
+def squares_of(path: Path) -> dict[str, Any]:
+    found = load_file(path)
+    return {
+        f"blk.{i}.{name}.weight": found[f"layers.{i}.{place}.mean_square"][0]
+        for i in range(2) for place, names in GGUF_NAMES.items() for name in names
+    }  # fmt: skip
+
+
+def test_importance_matrices(files: dict[bool, Path], model: Path, tmp_path: Path) -> None:
+    """The same squares as of our own make the same scales, where only these count."""
+    path = write_imatrix(tmp_path / "imatrix.gguf", squares_of(files[False]))
+    for name, calibration in (("a", path), ("b", files[False])):
+        quantize(model, tmp_path / f"{name}.w4", calibration=calibration, method="search")
+    with open_container(tmp_path / "a.w4") as a, open_container(tmp_path / "b.w4") as b:
+        record = a.provenance["calibration"]
+        assert record["imatrix_blake3"] == blake3(path.read_bytes()).hexdigest()
+        assert record["chunk_count"] == 3
+        linears = [name for name in a.tensors if "proj" in name]
+        same = [np.array_equal(a.part(name, "codes"), b.part(name, "codes")) for name in linears]
+    assert np.mean(same) > 0.6  # the others were judged by sequences held out
+    for options, words in (
+        ({"method": "gptq"}, "needs second moments"),
+        ({"method": "search", "embeddings": "int4"}, r"has no output.weight.in_sum2 in F32.*--process-output"),
+    ):
+        with pytest.raises((InputError, UsageError), match=words):
+            quantize(model, tmp_path / "o.w4", calibration=path, **options)
+
+
+def test_importance_matrices_that_do_not_fit(files: dict[bool, Path], model: Path, tmp_path: Path) -> None:
+    squares = squares_of(files[False])
+    name = "blk.1.ffn_down.weight"
+    for change, options, words in (
+        ({}, {"kind": "model"}, "no importance matrix"),
+        ({name: squares[name][:-1]}, {}, "reads 79 channels in it, and 80 here"),
+        ({name: squares[name] * np.float32(np.nan)}, {}, "damaged"),
+        ({}, {"count": 0.0}, "damaged"),
+    ):
+        path = write_imatrix(tmp_path / "imatrix.gguf", squares | change, **options)
+        with pytest.raises(InputError, match=words):
+            quantize(model, tmp_path / "o.w4", calibration=path)
+    missing = {key: value for key, value in squares.items() if "down" not in key}
+    with pytest.raises(InputError, match=r"has no blk\.0\.ffn_down\.weight\.in_sum2"):
+        quantize(model, tmp_path / "o.w4", calibration=write_imatrix(tmp_path / "imatrix.gguf", missing))

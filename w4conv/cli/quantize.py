@@ -103,7 +103,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="TEXT|STATS",
-            help="UTF-8 text on which activations are observed, or what w4conv calibrate made of one",
+            help="UTF-8 text on which activations are observed; or what w4conv calibrate or llama-imatrix made of one",
         ),
     ] = None,
     calibration_tokens: Annotated[
