@@ -108,7 +108,7 @@ def quantize(
     activations are observed: calibration_tokens of it (16384) in sequences of calibration_ctx (512), spread over the
     text. They keep what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
     calibration may also be a file of statistics (statistics.calibrate), or an importance matrix of llama.cpp. Then each
-    matrix is rounded for the inputs that it has in the source; gptq and best need those with second moments, and without
+    matrix is rounded for the inputs that it has in the source; gptq and best need those with second moments; without
     them None means awq.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
