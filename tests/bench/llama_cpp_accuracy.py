@@ -4,7 +4,7 @@
     w4conv quantize MODEL f16.w4 --scheme f16 && w4conv export f16.w4 f16.gguf --to gguf
     python tests/bench/llama_cpp_accuracy.py f16.gguf wiki.test.raw [--chunks 32] [--statistics stats.safetensors]
 
-Needs llama-cpp-python beside w4conv. Each type is made by llama.cpp's own quantizer from the GGUF file; with
+Needs llama-cpp-python and gguf beside w4conv. Each type is made by llama.cpp's own quantizer from the GGUF file; with
 statistics, also with an importance matrix of the mean squares of what each product reads (the head's is left out, as
 llama-imatrix does). The base is the GGUF file as it is, run by llama.cpp too; windows, scores and divergence are those
 of `w4conv verify --kld`. llama.cpp waits by spinning, so it gets one thread unless told.
@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import gguf
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,11 @@ def quantize(source: Path, out: Path, kind: str, matrix: dict[str, F32Array], th
         params.imatrix = ctypes.cast(entries, ctypes.POINTER(llama_cpp.llama_model_imatrix_data))
     if llama_cpp.llama_model_quantize(bytes(source), bytes(out), ctypes.byref(params)):
         raise SystemExit(f"llama.cpp could not make {kind}")
+
+
+def bits_per_weight(path: Path) -> float:
+    tensors = gguf.GGUFReader(path).tensors
+    return float(sum(8 * int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors))
 
 
 def open_model(path: Path, n_ctx: int, threads: int) -> Any:
@@ -122,7 +128,7 @@ def main() -> None:
                 d, ppl, of_base = found.divergence(), estimate(found.nlls), estimate(found.base_nlls)
                 name = f"{kind} with importances" if with_matrix else kind
                 print(
-                    f"{name}: {out.stat().st_size / 1e6:.1f} MB, perplexity "
+                    f"{name}: {bits_per_weight(out):.3f} bits, perplexity "
                     f"{ppl.value:.4f} +/- {ppl.stderr:.4f} (base {of_base.value:.4f}), KLD {d.mean:.5f} +/- "
                     f"{d.stderr:.5f}, same top token {100 * d.same_top:.2f} %, RMS delta p {100 * d.rms_delta_p:.2f} %",
                     flush=True,

@@ -10,7 +10,7 @@ namespace w4conv {
 namespace {
 
 constexpr int64_t kPanelsOfTask = 4;   // by so many: their operands stay in the second cache
-constexpr int64_t kStepsOfTask = 480;  // of a sum over more
+constexpr int64_t kStepsOfTask = 512;  // of a sum over more
 constexpr int64_t kBlockSize = int64_t{kPanel} * kPanel;
 
 // work(task, n_floats of scratch) for each task.

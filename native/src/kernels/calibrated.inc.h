@@ -343,7 +343,7 @@ void search_scales(const float* w, int64_t n, const float* factor, const float* 
 template <bool kMinus>
 void multiply(const float* a, const float* b, int64_t n_k, float* c) {
   constexpr int kRows = kLanes == 16 ? 8 : kTokens, kV = kLanes == 16 ? 3 : kTiles * kVectors;
-  constexpr int64_t kBlock = 96;  // steps whose operands stay in the first cache
+  constexpr int64_t kBlock = 128;  // steps whose operands stay in the first cache
   for (int64_t k = 0; k < n_k; k += kBlock) {
     const int64_t now = n_k - k < kBlock ? n_k - k : kBlock;
     for (int64_t j = 0; j < kPanel; j += kV * kLanes) {
