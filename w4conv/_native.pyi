@@ -74,7 +74,14 @@ def products(
     upper: bool,
     out: npt.NDArray[np.float32],
 ) -> None: ...
-def factor(pool: Pool, a: npt.NDArray[np.float32], pivots: npt.NDArray[np.float32]) -> int: ...
+def factor(
+    pool: Pool,
+    h: npt.NDArray[np.float32],
+    columns: npt.NDArray[np.int64],
+    diagonal: npt.NDArray[np.float32],
+    unit: npt.NDArray[np.float32],
+    pivots: npt.NDArray[np.float32],
+) -> int: ...
 
 class Grid:
     def __init__(self, span: float, is_shifted: bool, levels: npt.NDArray[np.float32]) -> None: ...

@@ -217,16 +217,18 @@ def add_products(a: F32Array, b: F32Array, out: F32Array, *, upper: bool = False
     _native.products(_pool(threads or default_threads()), a, b, upper, out)
 
 
-def factor(a: F32Array, *, threads: int | None = None) -> F32Array | int:
-    """The diagonal of D of the symmetric a (n, n) = U^T D U, whose upper triangle is read. `a` becomes U and, below its
-    diagonal of ones, its transpose.
+def factor(
+    h: F32Array, columns: npt.NDArray[np.int64], diagonal: F32Array, *, threads: int | None = None
+) -> tuple[F32Array, F32Array] | int:
+    """Of some rows and columns of the symmetric h, with another diagonal, U^T D U: U (n, n), its transpose below the
+    diagonal of ones, and D (n,). Bit for bit `quantization.reference_gptq.factor`.
 
-    Or the first column whose pivot is not positive; `a` is then of no use. Bit for bit
-    `quantization.reference_gptq.factor`.
+    Or the first column whose pivot is not positive.
     """
-    pivots = np.empty(len(a), np.float32)
-    bad = _native.factor(_pool(threads or default_threads()), a, pivots)
-    return pivots if bad < 0 else bad
+    n = len(columns)
+    unit, pivots = np.empty((n, n), np.float32), np.empty(n, np.float32)
+    bad = _native.factor(_pool(threads or default_threads()), h, columns, diagonal, unit, pivots)
+    return (unit, pivots) if bad < 0 else bad
 
 
 def round_with_feedback(

@@ -38,6 +38,7 @@ using MutableFloatTiles = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::devi
 using MutableCodeTiles = nb::ndarray<int8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using MutableHalfTiles = nb::ndarray<uint16_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using MutableDoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Columns = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require(bool holds, const char* what) {
@@ -491,10 +492,17 @@ void bound_products(Pool& pool, const FloatRows& a, const FloatRows& b, bool upp
   products(kernels(), pool, a.data(), b.data(), n_k, m, n, upper, out.data());
 }
 
-int64_t bound_factor(Pool& pool, const MutableFloatRows& a, const MutableFloats& pivots) {
-  require(a.shape(0) == a.shape(1) && pivots.size() == a.shape(0), "not a square matrix, or pivots: wrong shape");
+int64_t bound_factor(Pool& pool, const FloatRows& h, const Columns& columns, const Floats& diagonal,
+                     const MutableFloatRows& unit, const MutableFloats& pivots) {
+  const size_t n = columns.size();
+  require(h.shape(0) == h.shape(1) && diagonal.size() == n && unit.shape(0) == n && unit.shape(1) == n && pivots.size() == n,
+          "not a square matrix, or the wrong shape");
+  for (size_t i = 0; i < n; i++) {
+    require(columns.data()[i] >= 0 && static_cast<size_t>(columns.data()[i]) < h.shape(0), "no such column");
+  }
   const nb::gil_scoped_release release;
-  return factor(kernels(), pool, a.data(), static_cast<int64_t>(a.shape(0)), pivots.data());
+  return factor(kernels(), pool, h.data(), static_cast<int64_t>(h.shape(0)), columns.data(), diagonal.data(),
+                static_cast<int64_t>(n), unit.data(), pivots.data());
 }
 
 Grid grid_of(float span, bool is_shifted, const Floats& levels) {
@@ -620,7 +628,7 @@ NB_MODULE(_native, m) {
   m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);
 
   m.def("products", &bound_products, "pool"_a, "a"_a, "b"_a, "upper"_a, "out"_a);
-  m.def("factor", &bound_factor, "pool"_a, "a"_a, "pivots"_a);
+  m.def("factor", &bound_factor, "pool"_a, "h"_a, "columns"_a, "diagonal"_a, "unit"_a, "pivots"_a);
   nb::class_<Grid>(m, "Grid").def(
       "__init__",
       [](Grid* self, float span, bool is_shifted, const Floats& levels) {

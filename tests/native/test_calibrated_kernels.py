@@ -86,13 +86,17 @@ def test_fused_multiply_adds() -> None:
 @pytest.mark.parametrize("n", [1, 47, 48, 97, 210])
 def test_factor(tier: str, n: int) -> None:
     h = moments(n)
-    unit, pivots = factored(h)
-    np.testing.assert_allclose(unit.T.astype(np.float64) * pivots @ unit, h, rtol=1e-4, atol=1e-4 * np.diag(h).mean())
+    columns = np.random.default_rng(3).permutation(n)
+    wanted = h[np.ix_(columns, columns)] + np.eye(n)
+    unit, pivots = factored(wanted)
+    np.testing.assert_allclose(
+        unit.T.astype(np.float64) * pivots @ unit, wanted, rtol=1e-4, atol=1e-4 * np.diag(h).mean()
+    )
     for threads in (1, 2):
-        a = h.astype(np.float32)
-        found = kernels.factor(a, threads=threads)
-        assert np.array_equal(found, pivots)
-        assert np.array_equal(a, mirrored(unit))
+        found = kernels.factor(h.astype(np.float32), columns, np.diag(wanted).astype(np.float32), threads=threads)
+        assert not isinstance(found, int)
+        assert np.array_equal(found[0], mirrored(unit))
+        assert np.array_equal(found[1], pivots)
 
 
 @pytest.mark.parametrize("column", [0, 31, 40, 69, 129])
@@ -100,7 +104,7 @@ def test_factor_names_the_column_without_a_positive_pivot(tier: str, column: int
     h = moments(130).astype(np.float32)
     h[column, :] = h[:, column] = 0
     assert reference.factor(h) is None
-    assert kernels.factor(h.copy(), threads=2) == column
+    assert kernels.factor(h, np.arange(130), np.diag(h).copy(), threads=2) == column
 
 
 @pytest.mark.parametrize(("n_k", "m", "n"), [(1, 1, 1), (100, 50, 200), (1000, 48, 49)])

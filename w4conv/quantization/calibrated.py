@@ -69,10 +69,6 @@ class Inputs:
         self._by_size: dict[int, GroupFactors] = {}
 
     @functools.cached_property
-    def _ordered(self) -> F32Array:
-        return self.fit[self.order][:, self.order]
-
-    @functools.cached_property
     def _factored(self) -> tuple[F32Array, F32Array, F32Array]:
         """The damped diagonal; in `order`, the factor of the damped moments, and its pivots.
 
@@ -81,8 +77,7 @@ class Inputs:
         diagonal = np.diag(self.fit)
         mean = diagonal.mean(dtype=np.float64) or 1.0
         damping = np.where(diagonal > 0, mean * self.damping_percent / 100, mean)
-        damped, factor, pivots = _factored(self._ordered, damping[self.order], self._threads)
-        return damped[np.argsort(self.order)], factor, pivots
+        return _definite(self.fit, self.order, damping, self._threads)
 
     @property
     def factor(self) -> F32Array:
@@ -103,7 +98,7 @@ class Inputs:
             for g in range(len(factors)):
                 part = slice(g * size, min(n, (g + 1) * size))
                 columns = order[part] = part.start + np.argsort(np.diag(self.fit)[part], kind="stable")
-                _, factor, pivots[part] = _factored(self.fit[np.ix_(columns, columns)], damping[columns], self._threads)
+                _, factor, pivots[part] = _definite(self.fit, columns, damping, self._threads)
                 factors[g].reshape(-1)[: factor.size] = factor.ravel()
             self._by_size[size] = GroupFactors(order, factors, pivots)
         return self._by_size[size]
@@ -114,7 +109,6 @@ class Inputs:
         best, least = self, np.inf
         for percent in DAMPING_PERCENTS:
             other = Inputs(self.fit, self.held_out, damping_percent=percent, threads=self._threads)
-            other._ordered = self._ordered
             problem = _Problem(w[rows], other, lack and lack.at(rows), scheme, self._threads)
             if (loss := problem.loss(problem.run("gptq"))) < least:
                 best, least = other, loss
@@ -313,17 +307,16 @@ class _Problem:
         return np.repeat(of_groups.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
 
 
-def _factored(
-    h: F32Array, damping: npt.NDArray[np.floating[Any]], threads: int | None
+def _definite(
+    h: F32Array, columns: npt.NDArray[np.intp], damping: npt.NDArray[np.floating[Any]], threads: int | None
 ) -> tuple[F32Array, F32Array, F32Array]:
-    """The diagonal of h with damping, ten times as much after each failure; factor and pivots of h with that."""
+    """The diagonal of h with damping, ten times as much after each failure; factor and pivots of h with that, of some
+    columns."""
     while True:
-        factor = h.copy()
         damped = (np.diag(h) + damping).astype(np.float32)
-        np.fill_diagonal(factor, damped)
-        pivots = kernels.factor(factor, threads=threads)
-        if not isinstance(pivots, int):
-            return damped, factor, pivots
+        found = kernels.factor(h, columns.astype(np.int64), damped[columns], threads=threads)
+        if not isinstance(found, int):
+            return damped, *found
         damping = damping * 10
 
 

@@ -92,8 +92,14 @@ void products(const Kernels& kernels, Pool& pool, const float* a, const float* b
   });
 }
 
-int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* pivots) {
+int64_t factor(const Kernels& kernels, Pool& pool, const float* h, int64_t stride, const int64_t* columns,
+               const float* diagonal, int64_t n, float* a, float* pivots) {
   constexpr int64_t kRows = kFactorBlock;
+  pool.run(n, [&](int64_t i, int) {
+    const float* const row = h + columns[i] * stride;
+    a[i * n + i] = diagonal[i];
+    for (int64_t j = i + 1; j < n; j++) a[i * n + j] = row[columns[j]];
+  });
   Buffer block_buffer, raw_buffer, unit_buffer;
   float* const block = block_buffer.reserve_for<float>(2 * kRows * kRows);
   float* const block_unit = block + kRows * kRows;

@@ -11,9 +11,11 @@ namespace w4conv {
 void products(const Kernels& kernels, Pool& pool, const float* a, const float* b, int64_t n_k, int64_t m, int64_t n,
               bool upper, float* out);
 
-// a [n][n] = U^T D U of which the upper triangle is read; becomes U and its transpose around the diagonal of ones, D the
-// pivots [n]. Returns the first column whose pivot is not positive, and a is of no use then, or -1.
-int64_t factor(const Kernels& kernels, Pool& pool, float* a, int64_t n, float* pivots);
+// Rows and columns `columns` [n] of a symmetric h (rows of `stride`), with another diagonal, are U^T D U: unit [n][n]
+// becomes U and its transpose around the diagonal of ones, pivots [n] D. Returns the first column whose pivot is not
+// positive, and unit is of no use then, or -1.
+int64_t factor(const Kernels& kernels, Pool& pool, const float* h, int64_t stride, const int64_t* columns,
+               const float* diagonal, int64_t n, float* unit, float* pivots);
 
 // w [n_tiles][n][16] -> q [n_tiles][n][16]; scales and lows [n_tiles][n_groups][16], factor [n][n] (docs in
 // calibrated.inc.h).
