@@ -109,7 +109,7 @@ class Inputs:
         best, least = self, np.inf
         for percent in DAMPING_PERCENTS:
             other = Inputs(self.fit, self.held_out, damping_percent=percent, threads=self._threads)
-            problem = _Problem(w[rows], other, lack and lack.at(rows), scheme, self._threads)
+            problem = _Problem(w, other, lack, scheme, self._threads).of(rows)
             if (loss := problem.loss(problem.run("gptq"))) < least:
                 best, least = other, loss
         return best
@@ -181,14 +181,24 @@ def solve(
     Raises ScaleError.
     """
     problem = _Problem(w, inputs, lack, scheme, threads)
-    best: tuple[float, str, _Rounding] | None = None
+    judged = _spread(len(w), JUDGED_ROWS)
+    few = problem.of(judged)
+    best: tuple[float, str, _Rounding | None] | None = None
+    failure: ScaleError | None = None
     for name in METHODS[method]:
-        found = problem.run(name)
-        loss = problem.loss(found)
+        try:  # rows are rounded each by itself: of what is seldom best, only those to judge by
+            whole = problem.run(name) if name == "gptq" else None
+            loss = few.loss(whole.of(judged) if whole else few.run(name))
+        except ScaleError as error:
+            failure = failure or error
+            continue
         if best is None or loss < best[0]:
-            best = loss, name, found
-    assert best is not None
-    loss, name, found = best
+            best = loss, name, whole
+    if best is None:
+        assert failure is not None
+        raise failure
+    loss, name, whole = best
+    found = whole or problem.run(name)
     grid, q = codes.grid(scheme), untiled(found.q, len(w))
     if grid.is_codebook:
         stored: npt.NDArray[np.generic] = grid.codes[q]
@@ -196,7 +206,7 @@ def solve(
         stored = (q - untiled(problem.wide(found.lows), len(w))).astype(np.uint8)
     else:
         stored = q
-    power = problem.power()
+    power = few.power()
     return Solution(
         method=name,
         codes=codes.pack(scheme, stored[None])[0],
@@ -223,17 +233,29 @@ class _Rounding:
     scales: npt.NDArray[np.float16]
     lows: F32Array
 
+    def of(self, rows: npt.NDArray[np.intp]) -> _Rounding:
+        tile, row = rows // TILE_ROWS, rows % TILE_ROWS
+        q, scales, lows = self.q[tile, :, row], self.scales[tile, :, row], self.lows[tile, :, row]
+        return _Rounding(tiled(q), tiled(scales), tiled(lows))
+
 
 class _Problem:
     def __init__(
-        self, w: F32Array, inputs: Inputs, lack: Lack | None, scheme: QuantScheme, threads: int | None
-    ) -> None:
+        self, w: F32Array, inputs: Inputs, lack: Lack | None, scheme: QuantScheme, threads: int | None,
+        rows: npt.NDArray[np.intp] | None = None,
+    ) -> None:  # fmt: skip
+        """rows: which ones of a larger matrix w has, for errors to tell."""
         self._w, self._inputs, self._lack, self._scheme, self._threads = w, inputs, lack, scheme, threads
-        n_rows, n = w.shape
-        self._judged = _spread(n_rows, JUDGED_ROWS)
+        self._rows = rows
+        n = w.shape[1]
         self._size = min(scheme.group_size or n, n)
         self._grid = codes.grid(scheme)
         self._group = (np.arange(n) // self._size).astype(np.int32)
+
+    def of(self, rows: npt.NDArray[np.intp]) -> _Problem:
+        """That of some rows."""
+        lack = self._lack and self._lack.at(rows)
+        return _Problem(self._w[rows], self._inputs, lack, self._scheme, self._threads, rows)
 
     def run(self, candidate: str) -> _Rounding:
         tiles = tiled(self._w)
@@ -248,14 +270,13 @@ class _Problem:
 
     def loss(self, r: _Rounding) -> float:
         """Mean square error of the outputs on the held-out tokens, but for a constant."""
-        restored = levels_of(r.q, self._grid) * self.wide(r.scales)
-        e = untiled(restored, len(self._w))[self._judged] - self._w[self._judged]
-        gained = 0.0 if self._lack is None else _sum(e.astype(np.float64) * self._lack.held_out[self._judged])
+        e = untiled(levels_of(r.q, self._grid) * self.wide(r.scales), len(self._w)) - self._w
+        gained = 0.0 if self._lack is None else _sum(e.astype(np.float64) * self._lack.held_out)
         return self._error(e) - 2 * gained
 
     def power(self) -> float:
         """Mean square of the outputs on the held-out tokens."""
-        return self._error(self._w[self._judged])
+        return self._error(self._w)
 
     def _error(self, e: F32Array) -> float:
         return output_error(e, self._inputs.held_out, threads=self._threads)
@@ -279,7 +300,8 @@ class _Problem:
         )  # fmt: skip
         if np.isinf(errors).any():
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()
-            raise ScaleError(tile * TILE_ROWS + row, group * size)
+            found = tile * TILE_ROWS + row
+            raise ScaleError(found if self._rows is None else int(self._rows[found]), group * size)
         return scales, lows
 
     def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16], lows: F32Array) -> _Rounding:
@@ -343,10 +365,10 @@ def _spread(n_rows: int, n: int) -> npt.NDArray[np.intp]:
     return np.arange(n) * n_rows // n
 
 
-def tiled(w: F32Array) -> F32Array:
+def tiled(w: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     """(n_rows, n_columns) -> (n_tiles, n_columns, 16), rows padded with zeros."""
     n_rows, n_columns = w.shape
-    padded = np.zeros((codes.n_tiles(n_rows) * TILE_ROWS, n_columns), np.float32)
+    padded = np.zeros((codes.n_tiles(n_rows) * TILE_ROWS, n_columns), w.dtype)
     padded[:n_rows] = w
     return np.ascontiguousarray(padded.reshape(-1, TILE_ROWS, n_columns).transpose(0, 2, 1))
 
