@@ -26,15 +26,14 @@ LOUD = (5, 40)  # channels of the hidden rows that the norms make loud
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def make_loud(folder: Path, dtype: str = "BF16", small: float = 1.0) -> Path:
-    """A model in which few channels have most of what the products read. small: weight of another norm's channel."""
-    make_llama_dir(folder, dtype=dtype, hidden=64)
+def make_loud(folder: Path) -> Path:
+    """A model in which few channels have most of what the products read."""
+    make_llama_dir(folder, dtype="BF16", hidden=64)
     tensors = llama_tensors(**SHAPE, head_dim=16, tied=False, biases=())
     for i in range(2):
         for norm in NORMS:
             tensors[f"model.layers.{i}.{norm}.weight"][list(LOUD)] = 12
-            tensors[f"model.layers.{i}.{norm}.weight"][7] = small
-    write_safetensors(folder / "model.safetensors", {n: (dtype, as_dtype(a, dtype)) for n, a in tensors.items()})
+    write_safetensors(folder / "model.safetensors", {n: ("BF16", as_dtype(a, "BF16")) for n, a in tensors.items()})
     return folder
 
 
@@ -133,13 +132,19 @@ def test_resumed(converted: Path, loud: Path, text: Path, tmp_path: Path) -> Non
     assert out.read_bytes() == converted.read_bytes()
 
 
-def test_a_norm_that_would_be_rounded_is_left_alone(text: Path, tmp_path: Path) -> None:
+def test_a_bias_that_would_be_rounded_keeps_its_channel_as_it_is(text: Path, tmp_path: Path) -> None:
     """The smallest numbers of FP16 have few bits: 3 * 2^-24 has no half."""
-    model = make_loud(tmp_path / "in", "F16", small=3 * 2.0**-24)
+    model = make_llama_dir(tmp_path / "in", architecture="Qwen2ForCausalLM", hidden=64)
+    tensors = llama_tensors(**SHAPE, head_dim=16, tied=False, biases=("q_proj", "k_proj", "v_proj"))
+    for i in range(2):
+        prefix = f"model.layers.{i}.self_attn.v_proj"
+        tensors[f"{prefix}.weight"][[3, 20]] *= 12
+        tensors[f"{prefix}.bias"][3] = 3 * 2.0**-24
+    write_safetensors(model / "model.safetensors", {n: ("F16", as_dtype(a, "F16")) for n, a in tensors.items()})
     quantize(model, tmp_path / "o.w4", calibration=text, **OPTIONS)
-    found = folding_of(tmp_path / "o.w4").exponents
-    assert found[0, "qkv"].any()
-    assert all(e[7] <= 0 for (_, place), e in found.items() if place in ("qkv", "gate_up"))
+    scaled = [e for (_, place), e in folding_of(tmp_path / "o.w4").exponents.items() if place == "o"]
+    assert scaled
+    assert all(e[20] > 0 and e[3] == 0 for e in scaled)
     assert verify(tmp_path / "o.w4", against=model).ok
 
 

@@ -12,10 +12,11 @@ from helpers import make_llama_dir
 from safetensors.numpy import load_file, save_file
 
 from w4conv import kernels
-from w4conv.calibration_text import is_held_out, read_calibration
+from w4conv.calibration_text import read_calibration
 from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, OutputError, UsageError
+from w4conv.importance_matrix import ImportanceMatrix
 from w4conv.quantization.allocation import MENU
 from w4conv.quantization.reference import quantize_rtn
 from w4conv.runtime.layers import LayeredSource
@@ -63,11 +64,11 @@ def test_what_the_file_holds(files: dict[bool, Path], model: Path, text: Path, f
                 captured = layer.run(sequence, capture=True)
                 assert captured is not None
                 for place, x in captured._asdict().items():
-                    rows.setdefault(f"layers.{i}.{place}", ([], []))[is_held_out(j)].append(x.astype(np.float64))
+                    rows.setdefault(f"layers.{i}.{place}", ([], []))[j % 8 == 4].append(x.astype(np.float64))
         weight = source.read("model.norm.weight").astype(np.float64)
     for j, sequence in enumerate(hidden[..., :48].astype(np.float64)):
         normed = sequence / np.sqrt(np.square(sequence).mean(axis=1, keepdims=True) + 1e-5) * weight
-        rows.setdefault("head", ([], []))[is_held_out(j)].append(normed)
+        rows.setdefault("head", ([], []))[j % 8 == 4].append(normed)
     assert len(rows) == 9
     for name, parts in rows.items():
         for part, x in enumerate(map(np.concatenate, parts)):
@@ -260,6 +261,13 @@ def squares_of(path: Path) -> dict[str, Any]:
 def test_importance_matrices(files: dict[bool, Path], model: Path, tmp_path: Path) -> None:
     """The same squares as of our own make the same scales, where only these count."""
     path = write_imatrix(tmp_path / "imatrix.gguf", squares_of(files[False]))
+    with open_source(model) as source:
+        opened = ImportanceMatrix(path)
+        opened.check(source, LayeredSource(source).spec)
+        for place in GGUF_NAMES:
+            found = opened.of_place(1, place).mean_square
+            wanted = load_file(files[False])[f"layers.1.{place}.mean_square"][:1]
+            np.testing.assert_allclose(found, np.repeat(wanted, 2, axis=0), rtol=1e-6)
     for name, calibration in (("a", path), ("b", files[False])):
         quantize(model, tmp_path / f"{name}.w4", calibration=calibration, method="search")
     with open_container(tmp_path / "a.w4") as a, open_container(tmp_path / "b.w4") as b:
