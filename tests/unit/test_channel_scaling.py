@@ -83,7 +83,7 @@ def test_outputs_are_nearer_than_without(converted: Path, loud: Path, text: Path
         with Model(path) as m:
             logits[path.stem] = m.logits(Tokenizer(m.container.blobs).encode(WORDS))
     error = {name: np.square(found - logits["keep"]).mean() for name, found in logits.items()}
-    assert error["awq"] < 0.8 * error["search"]
+    assert error["awq"] < 0.9 * error["search"]
 
 
 def test_verify_and_diff_read_the_source_as_it_was_scaled(converted: Path, loud: Path) -> None:
