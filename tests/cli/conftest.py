@@ -36,7 +36,8 @@ def w4(tmp_path: Path) -> Runner:
             **popen,
         )
         raw = done.stdout or b""
-        shown = done.stderr if raw.startswith((b"\x89W4C", b"\x93NUMPY", b"GGUF")) else raw + done.stderr
+        is_binary = raw.startswith((b"\x89W4C", b"\x93NUMPY", b"GGUF")) or raw[4:9] == b"\0\0\0\0{"  # safetensors
+        shown = done.stderr if is_binary else raw + done.stderr
         assert b"\x1b" not in shown, "no escape sequences where there is no terminal"
         return Result(done.returncode, raw.decode(errors="replace"), done.stderr.decode(), raw)
 

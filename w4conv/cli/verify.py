@@ -36,6 +36,10 @@ Examples:
   curl -s https://example.org/out.w4 | w4conv verify -
 """
 N_WORST = 5
+# Of a container's record, what its calibration was by.
+CALIBRATED_ON = {
+    "statistics_blake3": "statistics", "imatrix_blake3": "importance matrix", "text_blake3": "calibration text",
+}  # fmt: skip
 
 
 def verify(
@@ -198,8 +202,10 @@ def _table(r: RoundTrip) -> str:
 
 def _not_made_again(r: RoundTrip) -> str:
     n = sum(t.same_codes is None for t in r.tensors)
-    text = f", blake3 {str(r.calibration.get('text_blake3'))[:16]}.." if r.calibration else ""
-    return f"{n} matrices not made again: {r.method} needs its calibration text{text}; all others exactly as recorded"
+    record = r.calibration or {}
+    key, words = next((pair for pair in CALIBRATED_ON.items() if pair[0] in record), ("", "calibration text"))
+    needs = f"its {words}" + (f", blake3 {str(record[key])[:16]}.." if key else "")
+    return f"{n} matrices not made again: {r.method} needs {needs}; all others exactly as recorded"
 
 
 def _cells(d: Distortion) -> tuple[str, ...]:
