@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import make_llama_dir
+from safetensors.numpy import load_file, save_file
 
 from w4conv import kernels
 from w4conv.convert import quantize
@@ -23,11 +24,20 @@ N_TOKENS = 700  # more than two spans of 256 keys, and more than the windows bel
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, the second one with windows of 150 tokens."""
+    """Models: all tokens seen; windows of 150; large biases on the keys; the same where half of a head is rotated."""
     folder = tmp_path_factory.mktemp("attention")
     for name, window in (("all", None), ("window", 150)):
         config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
         make_llama_dir(folder / name, config=config | {"max_position_embeddings": 1024})
+        quantize(folder / name, folder / f"{name}.w4", scheme="f32")
+    for name, partial in (("biased", 1.0), ("partial", 0.5)):
+        config = {"attention_bias": True, "max_position_embeddings": 1024, "partial_rotary_factor": partial}
+        biases = [f"{part}_proj" for part in "qkvo"]
+        make_llama_dir(folder / name, config=config, biases=biases, dtype="F32")
+        tensors = load_file(folder / name / "model.safetensors")
+        for key in [key for key in tensors if key.endswith("k_proj.bias")]:
+            tensors[key] *= 100
+        save_file(tensors, folder / name / "model.safetensors")
         quantize(folder / name, folder / f"{name}.w4", scheme="f32")
     return folder
 
@@ -59,9 +69,12 @@ def oracle(model: Model, tokens: npt.NDArray[np.int64], *, window: int = 0, pinn
         q, k, v = (
             (normed @ weight[f"{at}self_attn.{part}_proj.weight"].T).reshape(n, -1, spec.head_dim) for part in "qkv"
         )
-        q, k = rotate(spec, q), rotate(spec, k)
+        biases = {part: weight.get(f"{at}self_attn.{part}_proj.bias", np.zeros(spec.head_dim)) for part in "qkv"}
+        q_bias, k_bias, v_bias = (biases[part].reshape(-1, spec.head_dim) for part in "qkv")
+        q, k, v = rotate(spec, q + q_bias), rotate(spec, k), v + v_bias
         if int8:
             k, v = as_bytes(k), as_bytes(v)
+        k = k + rotate(spec, np.broadcast_to(k_bias, k.shape))  # never in 8 bits
         out = np.empty_like(q)
         for head in range(spec.n_heads):
             of = head // (spec.n_heads // spec.n_kv_heads)
@@ -69,6 +82,7 @@ def oracle(model: Model, tokens: npt.NDArray[np.int64], *, window: int = 0, pinn
             p = np.exp(scores - scores.max(1, keepdims=True))
             out[:, head] = p @ v[:, of] / p.sum(1, keepdims=True)
         x = x + out.reshape(n, -1) @ weight[f"{at}self_attn.o_proj.weight"].T
+        x = x + weight.get(f"{at}self_attn.o_proj.bias", 0.0)
         normed = norm(spec, x, weight[at + "post_attention_layernorm.weight"])
         gate, up = (normed @ weight[f"{at}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ weight[f"{at}mlp.down_proj.weight"].T
@@ -84,9 +98,9 @@ def norm(spec: ModelSpec, x: F64, weight: F64) -> F64:
 
 def rotate(spec: ModelSpec, x: F64) -> F64:
     angles = np.arange(len(x))[:, None, None] * np.array(spec.rope.inverse_frequencies(spec.head_dim))
-    a, b = np.split(x, 2, axis=-1)
+    a, b, rest = np.split(x, [angles.shape[-1], 2 * angles.shape[-1]], axis=-1)
     cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def in_pieces(session: Session, tokens: npt.NDArray[np.int64], sizes: list[int]) -> npt.NDArray[np.float32]:
@@ -104,6 +118,9 @@ def in_pieces(session: Session, tokens: npt.NDArray[np.int64], sizes: list[int])
         ("window", "f32", True),
         ("window", "f16", False),
         ("window", "int8", True),
+        ("biased", "f32", False),
+        ("biased", "int8", True),
+        ("partial", "int8", False),
     ],
 )
 def test_logits_equal_numpy_whatever_the_tier_the_threads_and_the_pieces(
@@ -125,7 +142,7 @@ def test_logits_equal_numpy_whatever_the_tier_the_threads_and_the_pieces(
             results.append(in_pieces(session, tokens, sizes))
             n_dropped = session.n_dropped
             if len(results) == 1:
-                window = WINDOW if budget else 0 if name == "all" else 150
+                window = WINDOW if budget else 150 if name == "window" else 0
                 assert model.kv_window == (WINDOW if budget else 0)
                 pinned = KV_PINNED if budget else 0
                 want = oracle(model, tokens, window=window, pinned=pinned, int8=kv == "int8")

@@ -129,15 +129,19 @@ struct KvCache {
 
 // How the scores of one layer become weights: scale times q.k, then cap * tanh(score / cap) where cap > 0. sinks: a logit
 // for each query head that joins the softmax and carries no value; or null.
+// turned: what is to be multiplied with Queries::turned and added to q.k, [position tile][n_turned][16]; or null.
 struct AttentionRule {
   float scale = 1, softcap = 0;
   const float* sinks = nullptr;
+  const float* turned = nullptr;
+  int64_t n_turned = 0;
 };
 
 // The query heads of one KV head, of consecutive tokens. Row r is head r % n_group of the token at position + r / n_group;
-// its dimension i lies at values[i * n_rows + r].
+// its dimension i lies at values[i * n_rows + r], and so does turned[i * n_rows + r] (see AttentionRule).
 struct Queries {
   const float* values = nullptr;
+  const float* turned = nullptr;
   int64_t n_rows = 0, n_group = 0, position = 0;
 };
 // Sums over one span of keys, for each row of queries; rows that see none of its keys have the sum 0.
@@ -256,7 +260,7 @@ struct Kernels {
 // Of a GEMM: a block of kGemmTiles tiles, unpacked, and the sums of kMaxTokens tokens.
 constexpr size_t kScratchBytes = size_t{kGemmTiles} * kTileRows * 4 * (kBlock + kMaxTokens);
 
-constexpr int64_t kAttentionScratch = int64_t{kTokenGroup} * kKeySpan;
+constexpr int64_t kAttentionScratch = int64_t{2} * kTokenGroup * kKeySpan;
 
 // The tables that this build holds, lowest tier first; dispatch.cpp chooses.
 extern const Kernels kScalarKernels;

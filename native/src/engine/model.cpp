@@ -11,9 +11,14 @@ int64_t padded(int64_t n) { return pad_to(n, kTileRows); }
 void add(float* x, const float* y, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
-void add_bias(float* x, const Linear& linear) {
-  if (!linear.bias.empty()) add(x, linear.bias.data(), linear.weight.n_rows);
+// The part of a bias that belongs to rows of the weight from `begin` on; null where there is none.
+const float* bias_from(const Linear& linear, int64_t begin) {
+  return linear.bias.empty() ? nullptr : linear.bias.data() + begin;
 }
+void add_bias(float* x, const float* bias, int64_t n) {
+  if (bias != nullptr) add(x, bias, n);
+}
+void add_bias(float* x, const Linear& linear) { add_bias(x, bias_from(linear, 0), linear.weight.n_rows); }
 
 void copy_rows(float* to, const float* from, int64_t n) {
   if (to != nullptr) std::copy_n(from, n, to);
@@ -192,13 +197,19 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
   const int64_t n = run.n, n_heads = config_.n_heads, n_kv_heads = config_.n_kv_heads, head_dim = config_.head_dim;
   const int64_t start = session.n_tokens();
   const int64_t q_width = n_heads * head_dim, kv_width = n_kv_heads * head_dim;
-  const AttentionRule rule{config_.attention_scale, config_.attention_softcap,
-                           layer.sinks.empty() ? nullptr : layer.sinks.data()};
+  AttentionRule rule{config_.attention_scale, config_.attention_softcap, layer.sinks.empty() ? nullptr : layer.sinks.data()};
   Rope* const rope = c.rope < 0 ? nullptr : &ropes_[c.rope + session.rope_offset];
   if (rope != nullptr) rope->extend(start + n);
 
   // 1. queries, keys and values
   const bool fused = layer.qkv.is_there();
+  // A bias may be far larger than the rest of a key, of which 8 bits would leave nothing: it is not stored but counted in.
+  const float* const key_bias = fused ? bias_from(layer.qkv, q_width) : bias_from(layer.k, 0);
+  const bool apart = key_bias != nullptr && cache.kind == KvKind::kInt8 && rope != nullptr && layer.k_norm.n == 0;
+  if (apart) {
+    rule.turned = rope->turned(head_dim);
+    rule.n_turned = rope->n_turned(head_dim);
+  }
   inputs_.plan(n, config_.hidden_size, {&(fused ? layer.qkv : layer.q).weight, &layer.k.weight, &layer.v.weight});
   pool_.run(n, [&](int64_t m, int) { branch_off(run, layer.attention_norm, m); });
   copy_rows(capture.qkv, run.normed.data, n * run.normed.stride);
@@ -216,9 +227,9 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
     multiply({{&layer.q, q}, {&layer.k, k}, {&layer.v, v}});
   }
   pool_.run(n, [&](int64_t m, int) {
-    add_bias(q[m], fused ? layer.qkv : layer.q);
-    add_bias(k[m], layer.k);
-    add_bias(v[m], layer.v);
+    add_bias(q[m], bias_from(fused ? layer.qkv : layer.q, 0), q_width);
+    if (!apart) add_bias(k[m], key_bias, kv_width);
+    add_bias(v[m], fused ? bias_from(layer.qkv, q_width + kv_width) : bias_from(layer.v, 0), kv_width);
     if (layer.q_norm.n > 0) normalize(layer.q_norm, q[m], q_width, q[m]);
     if (layer.k_norm.n > 0) normalize(layer.k_norm, k[m], kv_width, k[m]);
     if (rope != nullptr) rope->rotate(q[m], n_heads, head_dim, start + m);
@@ -230,7 +241,7 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
   const Rows attended = rows(attended_, n, q_width);
   {
     const Stopwatch::Lap lap(stopwatch, Part::kAttention);
-    look(cache, rule, q, start, n, attended);
+    look(cache, rule, {rope, apart ? key_bias : nullptr}, q, start, n, attended);
   }
 
   // 3. their output
@@ -245,7 +256,8 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
 
 // Attention of the queries q of n tokens from position start on. The queries of a KV head and of some tokens are a block:
 // they look at each span of keys together. Where blocks are few, threads share out their spans too.
-void Model::look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_t start, int64_t n, Rows out) {
+void Model::look(const KvCache& cache, const AttentionRule& rule, const KeyBias& bias, Rows q, int64_t start, int64_t n,
+                 Rows out) {
   constexpr int64_t kBlockRows = 4 * kTokenGroup;
   const int64_t n_kv_heads = config_.n_kv_heads, n_group = config_.n_heads / n_kv_heads, d = config_.head_dim;
   const int64_t block_tokens = std::max<int64_t>(1, kBlockRows / n_group);
@@ -254,7 +266,7 @@ void Model::look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_
   const int64_t n_spans = (start + n - 1) / kKeySpan + 1 - first_span + n_pinned_spans;
   const bool shared = n_spans > 1 && n_jobs < 4 * pool_.n_threads();
 
-  const int64_t block_size = block_tokens * n_group * d;
+  const int64_t block_size = block_tokens * n_group * (d + rule.n_turned);
   float* const packed = queries_.reserve_for<float>(n_jobs * block_size);
   const int64_t sums_size = SpanSums::size(block_tokens * n_group, cache.value_stride());
   float* const spans = spans_.reserve_for<float>((shared ? n_jobs : pool_.n_threads()) * n_spans * sums_size);
@@ -265,7 +277,9 @@ void Model::look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_
   };
   const auto job_at = [&](int64_t i) {
     const int64_t token = i / n_kv_heads * block_tokens, n_tokens = std::min(block_tokens, n - token);
-    return Job{i % n_kv_heads, token, {packed + i * block_size, n_tokens * n_group, n_group, start + token}};
+    const int64_t n_rows = n_tokens * n_group;
+    float* const values = packed + i * block_size;
+    return Job{i % n_kv_heads, token, {values, values + n_rows * d, n_rows, n_group, start + token}};
   };
   const auto row_of = [&](const Job& job, Rows rows, int64_t row) {
     return rows[job.token + row / n_group] + (job.head * n_group + row % n_group) * d;
@@ -276,6 +290,8 @@ void Model::look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_
     for (int64_t row = 0; row < job.queries.n_rows; row++) {
       const float* const from = row_of(job, q, row);
       for (int64_t j = 0; j < d; j++) to[j * job.queries.n_rows + row] = from[j];
+      if (bias.values == nullptr) continue;
+      bias.rope->turn(from, bias.values + job.head * d, d, to + d * job.queries.n_rows + row, job.queries.n_rows);
     }
   };
   const auto attend_to = [&](int64_t i, int64_t slot, int64_t span, int thread) {

@@ -156,7 +156,12 @@ class Model {
   void join(const Run& run, const Linear& last, const Norm& norm, int64_t m);
 
   void attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture);
-  void look(const KvCache& cache, const AttentionRule& rule, Rows q, int64_t start, int64_t n, Rows out);
+  struct KeyBias {  // of all KV heads, where keys are stored without it; null: they have it, or there is none
+    const Rope* rope;
+    const float* values;
+  };
+  void look(const KvCache& cache, const AttentionRule& rule, const KeyBias& bias, Rows q, int64_t start, int64_t n,
+            Rows out);
   void feed_forward(const FeedForward& f, int64_t n, Rows out, float* capture_down);
   void activate(const FeedForward& f, Rows fused, Rows gate, Rows up, int64_t m);
   void route(const Run& run);

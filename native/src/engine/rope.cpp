@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "w4conv/kernels.h"
+
 namespace w4conv {
 namespace {
 
@@ -69,6 +71,36 @@ void Rope::rotate(float* row, int64_t n_heads, int64_t head_dim, int64_t positio
       row[i + n] = b * cos[i] + a * sin[i];
     }
   }
+}
+
+const float* Rope::turned(int64_t head_dim) {
+  const int64_t n = frequencies_.n_pairs, n_rows = n_turned(head_dim);
+  const int64_t n_positions = static_cast<int64_t>(cos_.size()) / n, step = n_rows * kKeyTile;
+  const int64_t have = static_cast<int64_t>(turned_.size()) / step * kKeyTile;
+  if (n_positions > have) {
+    // By half as many again, so that a token at a time costs little; the last tile may have been incomplete.
+    turned_.resize(static_cast<size_t>(pad_to(n_positions + n_positions / 2, kKeyStep) * n_rows), 1.0f);
+  }
+  for (; n_turned_ < n_positions; n_turned_++) {
+    float* const out = turned_.data() + n_turned_ / kKeyTile * step + n_turned_ % kKeyTile;
+    for (int64_t i = 0; i < n; i++) {
+      out[i * kKeyTile] = cos_[n_turned_ * n + i];
+      out[(i + n) * kKeyTile] = sin_[n_turned_ * n + i];
+    }
+  }
+  return turned_.data();
+}
+
+void Rope::turn(const float* q, const float* bias, int64_t head_dim, float* out, int64_t stride) const {
+  const int64_t n = frequencies_.n_pairs;
+  for (int64_t i = 0; i < n; i++) {
+    out[i * stride] = q[i] * bias[i] + q[i + n] * bias[i + n];
+    out[(i + n) * stride] = q[i + n] * bias[i] - q[i] * bias[i + n];
+  }
+  if (head_dim == 2 * n) return;
+  float sum = 0;
+  for (int64_t i = 2 * n; i < head_dim; i++) sum += q[i] * bias[i];
+  out[2 * n * stride] = sum;
 }
 
 }  // namespace w4conv

@@ -24,9 +24,19 @@ class Rope {
   // Rotate n_heads heads of a row in place.
   void rotate(float* row, int64_t n_heads, int64_t head_dim, int64_t position) const;
 
+  // The product of a query q with a key's bias b, rotated to position p, is a product of two vectors, one of which is the
+  // same for all layers and heads: cos and sin of p for each pair, and 1 for the dimensions that are not rotated.
+  int64_t n_turned(int64_t head_dim) const { return 2 * frequencies_.n_pairs + (head_dim > 2 * frequencies_.n_pairs); }
+  // That vector for each position that the table reaches, laid out as the keys of a float32 cache. Not thread-safe.
+  const float* turned(int64_t head_dim);
+  // The other one, n_turned values `stride` apart; bias: of the head's dimensions.
+  void turn(const float* q, const float* bias, int64_t head_dim, float* out, int64_t stride) const;
+
  private:
   RopeFrequencies frequencies_;
   std::vector<float> cos_, sin_;  // [position][n_pairs]
+  std::vector<float> turned_;     // [position tile][n_turned][16]
+  int64_t n_turned_ = 0;          // positions in it
 };
 
 }  // namespace w4conv

@@ -153,6 +153,7 @@ struct Span {
   const AttentionRule& rule;
   int64_t start;  // first position of the span
   float* scores;  // [row][kKeySpan]
+  float* turned;  // the same, of AttentionRule::turned
 
   // Keys of the span that a row sees: those before n_pinned and at most `position`, and first..position.
   struct Seen {
@@ -165,17 +166,21 @@ struct Span {
   }
 
   // 1. q.k of the keys begin..end, whole tiles at least
-  void score(const float* q, int64_t ldq, int64_t n_rows, int64_t begin, int64_t end) const {
+  void score(const Queries& q, int64_t row, int64_t n_rows, int64_t begin, int64_t end) const {
     with_count<kTokens>(n_rows, [&](auto count) {
       constexpr int kRows = decltype(count)::value, kWidth = width_of(kRows);
       constexpr int64_t kStep = kWidth * kLanes;
+      const auto vectors_at = [](const auto* tiles, int64_t d, int64_t place) {
+        return tiles + (place - place % kKeyTile) * d + place % kKeyTile;
+      };
       for (int64_t key = start + (begin - start) / kStep * kStep; key < pad_to(end, kKeyTile); key += kStep) {
         const T* at[kWidth];
-        for (int v = 0; v < kWidth; v++) {
-          const int64_t slot = cache.slot(key + v * kLanes);
-          at[v] = keys + (slot - slot % kKeyTile) * cache.head_dim + slot % kKeyTile;
-        }
-        add_scores<kRows, kWidth>(at, cache.head_dim, q, ldq, scores + key - start);
+        for (int v = 0; v < kWidth; v++) at[v] = vectors_at(keys, cache.head_dim, cache.slot(key + v * kLanes));
+        add_scores<kRows, kWidth>(at, cache.head_dim, q.values + row, q.n_rows, scores + key - start);
+        if (rule.turned == nullptr) continue;
+        const float* turned_at[kWidth];
+        for (int v = 0; v < kWidth; v++) turned_at[v] = vectors_at(rule.turned, rule.n_turned, key + v * kLanes);
+        add_scores<kRows, kWidth>(turned_at, rule.n_turned, q.turned + row, q.n_rows, turned + key - start);
       }
     });
   }
@@ -196,6 +201,7 @@ struct Span {
       float* const p = row + key - start;
       vf score = load(p);
       if (key_scales != nullptr) score = score * load(key_scales + cache.slot(key));
+      if (rule.turned != nullptr) score = score + load(p + (turned - scores));
       score = score * rule.scale;
       if (rule.softcap > 0) score = softcap_of(score, splat(rule.softcap));
       const vi index = iota + static_cast<int32_t>(key);
@@ -268,7 +274,7 @@ struct Span {
     }
     float* const sums = out.values + row * cache.value_stride();
     for (int64_t i = 0; i < n_rows * cache.value_stride(); i += kLanes) store(sums + i, vf{});
-    if (begin < end) score(q.values + row, q.n_rows, n_rows, begin, end);
+    if (begin < end) score(q, row, n_rows, begin, end);
     const int64_t first_tile = begin - begin % kKeyTile;
     int64_t begins[kTokens], ends[kTokens];
     for (int64_t r = 0; r < n_rows; r++) {
@@ -296,7 +302,8 @@ void attend_as(const KvCache& c, int64_t kv_head, const Queries& q, int64_t span
                   c.value_scales == nullptr ? nullptr : c.value_scales + at,
                   rule,
                   span * kKeySpan,
-                  scratch};
+                  scratch,
+                  scratch + kTokenGroup * kKeySpan};
   for (int64_t row = 0; row < q.n_rows; row += kTokens) {
     s.attend(q, row, q.n_rows - row < kTokens ? q.n_rows - row : kTokens, out);
   }
