@@ -7,6 +7,7 @@ removes it, or continues it where asked to.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -25,6 +26,8 @@ from w4conv.errors import OutputError
 STDOUT = Path("-")
 _STDOUTS = (STDOUT, Path("/dev/stdout"))  # opening the latter anew would truncate a file that the shell appends to
 _BYTES_AT_ONCE = 1 << 24  # a write of this size may be interrupted; a larger one only later
+_WRITEBACK_NBYTES = 1 << 26  # handed to the disk together, while what follows is made
+_SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h: begin to write, wait for nothing
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # file systems that have none
 
 
@@ -44,13 +47,19 @@ class Target:
         self._path = path
         self.file = file
         self.removed = removed
+        self._n_held = 0  # bytes written since the disk was last told to take them
         self.n_kept = os.fstat(file.fileno()).st_size if file else 0
 
     def write(self, data: bytes | memoryview, /) -> None:
         view = memoryview(data).cast("B")
         with _output_errors(self._path):
             while view:
-                view = view[self._stream.write(view[:_BYTES_AT_ONCE]) or 0 :]
+                n = self._stream.write(view[:_BYTES_AT_ONCE]) or 0
+                view = view[n:]
+                self._n_held += n
+        if self.file and self._n_held >= _WRITEBACK_NBYTES:
+            self._n_held = 0
+            _start_writeback(self.file)
 
     def seek(self, offset: int) -> None:
         assert self.file
@@ -232,6 +241,17 @@ def _is_stream(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _start_writeback(file: FileIO) -> None:
+    """Have the system write what it holds of the file, so that the sync at the end has little left to wait for.
+
+    Where it cannot be told so, the sync does it all.
+    """
+    start = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if start is not None:
+        start.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        start(file.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 def _sync_directory(directory: Path) -> None:
