@@ -255,7 +255,7 @@ class _Run:
         # All experts, as the tokens of a pass spread over them.
         whole = [t for t in spec.tensors() if t.role != "embedding" or spec.tied_head]
         self._pass_nbytes = sum(part.nbytes for t in whole for part in stored[t.name].parts)
-        integers = any(stored[t.name].scheme.kind in ("int4", "int4z", "int4o", "int8") for t in linear)
+        integers = any(stored[t.name].scheme.kind in ("int4", "int4z", "int4o", "e2m1", "int8") for t in linear)
         self._operands = model.activations if integers else "float"
 
     def measure(self) -> _Round:

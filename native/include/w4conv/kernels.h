@@ -23,11 +23,11 @@ constexpr int kFactorBlock = 2 * kPanel;      // rows of a factor made together
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kNf4, kFp4, kE2m1, kInt8, kF16, kBf16, kF32 };
+enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kNf4, kFp4, kInt8, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
-constexpr bool is_codebook(Kind kind) { return kind >= Kind::kNf4 && kind <= Kind::kE2m1; }
+constexpr bool is_codebook(Kind kind) { return kind >= Kind::kE2m1 && kind <= Kind::kFp4; }
 // Whether products take the activations as integers (docs/numerics.md 2), or as they are.
-constexpr bool takes_integers(Kind kind) { return !is_float(kind) && !is_codebook(kind); }
+constexpr bool takes_integers(Kind kind) { return kind < Kind::kNf4 || kind == Kind::kInt8; }
 constexpr int columns_per_dword(Kind kind) {
   return kind < Kind::kInt8 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
@@ -55,6 +55,8 @@ constexpr float kFp4Levels[16] = {0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f 
                                   -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
 constexpr float kE2m1Levels[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+// Twice as much is whole, so that products are those of integers, with half of each scale.
+constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr const float* levels_of(Kind kind) {
   return kind == Kind::kNf4 ? kNf4Levels : kind == Kind::kFp4 ? kFp4Levels : kE2m1Levels;
 }

@@ -66,8 +66,15 @@ inline vi byte_pair(vi line) {
   const vs words = (vs)line;
   return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
 }
-// Where dot_bytes takes any byte, int8 weights w enter it as w + 128.
-constexpr bool biased(Kind kind) { return kWideBytes && kind == Kind::kInt8; }
+// Weights that are signed bytes, as they are or looked up.
+constexpr bool is_bytes(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kE2m1; }
+// Where dot_bytes takes any byte, those weights w enter it as w + 128.
+constexpr bool biased(Kind kind) { return kWideBytes && is_bytes(kind); }
+// What a block's integers are multiplied with, next to the scale of the activations.
+template <Kind kKind>
+inline vf weight_scale(const Scales& scales, int64_t index) {
+  return kKind == Kind::kE2m1 ? scales.lanes(index) * 0.5f : scales.lanes(index);
+}
 
 // Column c of a float line.
 template <Kind kKind, int kColumn>
@@ -99,9 +106,14 @@ void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns
       uint32_t* to = out + j * 16 + v * kLanes;
       for (int64_t i = 0; i < n_octets; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
-        const vi x = load_bits(line);
-        if constexpr (kKind == Kind::kInt8) {
-          const vi y = line < last ? load_bits(line + 16) : vi{};
+        vi x = load_bits(line);
+        if constexpr (is_bytes(kKind)) {
+          vi y = {};
+          if constexpr (kKind == Kind::kE2m1) {
+            y = doubled_e2m1(nibble_bytes<1>(x)), x = doubled_e2m1(nibble_bytes<0>(x));
+          } else if (line < last) {
+            y = load_bits(line + 16);
+          }
           if constexpr (kBits == 16) {
             put(0, byte_pair<0>(x)), put(1, byte_pair<0>(y)), put(2, byte_pair<1>(x)), put(3, byte_pair<1>(y));
           } else {
@@ -151,7 +163,7 @@ void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_colum
 // Eight columns with activations of 8 bits.
 template <Kind kKind>
 inline vi eight_products(vi acc, vi w0, vi a0, vi w1, vi a1) {
-  if constexpr (kKind == Kind::kInt8 && !kWideBytes) {
+  if constexpr (is_bytes(kKind) && !kWideBytes) {
     acc = dot(dot(acc, byte_pair<0>(w0), byte_pair<0>(a0)), byte_pair<1>(w0), byte_pair<1>(a0));
     return dot(dot(acc, byte_pair<0>(w1), byte_pair<0>(a1)), byte_pair<1>(w1), byte_pair<1>(a1));
   }
@@ -281,7 +293,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     for (int64_t j = 0; j < n_tiles; j++) {
       const int64_t at = ((tile + j) * n_groups + column / w.group_size) * 16;
       for (int v = 0; v < kVectors; v++) {
-        w_scales[j * kVectors + v] = scales.lanes(at + v * kLanes);
+        w_scales[j * kVectors + v] = weight_scale<kKind>(scales, at + v * kLanes);
         if (kKind == Kind::kInt4z) zero_points[j * kVectors + v] = zero_point_lanes(w.zero_points + at + v * kLanes);
         if (kKind == Kind::kInt4o) w_offsets[j * kVectors + v] = offsets.lanes(at + v * kLanes);
       }
@@ -322,9 +334,14 @@ template <Kind kKind, int kBits>
 inline void gemv_octet(const uint32_t* line, int64_t next, const vi (&a)[4], vi& low, vi& high) {
   vi x = load_bits(line);
   keep(x);
-  if constexpr (kKind == Kind::kInt8) {
-    vi y = load_bits(line + next);
-    keep(y);
+  if constexpr (is_bytes(kKind)) {
+    vi y;
+    if constexpr (kKind == Kind::kE2m1) {
+      y = doubled_e2m1(nibble_bytes<1>(x)), x = doubled_e2m1(nibble_bytes<0>(x));
+    } else {
+      y = load_bits(line + next);
+      keep(y);
+    }
     if constexpr (kBits == 16) {
       low = dot(low, byte_pair<0>(x), a[0]), high = dot(high, byte_pair<1>(x), a[2]);
       low = dot(low, byte_pair<0>(y), a[1]), high = dot(high, byte_pair<1>(y), a[3]);
@@ -393,9 +410,9 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) 
     for (int j = 0; j < kTilesNow; j++) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
-        const vi isum = low[j][v] + (kKind == Kind::kInt8 ? high[j][v] : high[j][v] >> 4);
+        const vi isum = low[j][v] + (is_bytes(kKind) ? high[j][v] : high[j][v] >> 4);
         const int64_t at = ((tile + j) * n_groups + group) * 16 + v * kLanes;
-        sum[j][v] += __builtin_convertvector(isum, vf) * (scales.lanes(at) * a_scale);
+        sum[j][v] += __builtin_convertvector(isum, vf) * (weight_scale<kKind>(scales, at) * a_scale);
         if constexpr (kKind == Kind::kInt4o) {
           sum[j][v] += sum_of_activations(x.neg8_sums[block]) * (offsets.lanes(at) * a_scale);
         }
@@ -430,6 +447,7 @@ void matmul_int(const Matrix& w, const IntActivations& x, float* y, int64_t ldy,
   if (w.kind == Kind::kInt4) run(bytes ? int_tiles<Kind::kInt4, 8> : int_tiles<Kind::kInt4, 16>);
   if (w.kind == Kind::kInt4z) run(bytes ? int_tiles<Kind::kInt4z, 8> : int_tiles<Kind::kInt4z, 16>);
   if (w.kind == Kind::kInt4o) run(bytes ? int_tiles<Kind::kInt4o, 8> : int_tiles<Kind::kInt4o, 16>);
+  if (w.kind == Kind::kE2m1) run(bytes ? int_tiles<Kind::kE2m1, 8> : int_tiles<Kind::kE2m1, 16>);
   if (w.kind == Kind::kInt8) run(bytes ? int_tiles<Kind::kInt8, 8> : int_tiles<Kind::kInt8, 16>);
 }
 
@@ -624,7 +642,6 @@ void matmul_float(const Matrix& w, const FloatActivations& x, float* y, int64_t 
   auto run = [&](auto tiles) { tiles(w, x, y, ldy, tile_begin, tile_end, scratch); };
   if (w.kind == Kind::kNf4) run(float_tiles<Kind::kNf4>);
   if (w.kind == Kind::kFp4) run(float_tiles<Kind::kFp4>);
-  if (w.kind == Kind::kE2m1) run(float_tiles<Kind::kE2m1>);
   if (w.kind == Kind::kF16) run(float_tiles<Kind::kF16>);
   if (w.kind == Kind::kBf16) run(float_tiles<Kind::kBf16>);
   if (w.kind == Kind::kF32) run(float_tiles<Kind::kF32>);

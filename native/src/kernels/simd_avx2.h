@@ -37,6 +37,12 @@ inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), 
 // Keeps x in a register: without it, each use is folded into a load of its own.
 inline void keep(vi& x) { asm("" : "+x"(x)); }
 
+// Of each byte below 16, the code of a weight.
+inline vi doubled_e2m1(vi codes) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kDoubledE2m1)));
+  return (vi)_mm256_shuffle_epi8(table, (__m256i)codes);
+}
+
 struct Levels {
   __m256 low, high;
   explicit Levels(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}

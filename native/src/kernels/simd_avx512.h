@@ -45,6 +45,12 @@ inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), 
 // Keeps x in a register: without it, each use is folded into a load of its own.
 inline void keep(vi& x) { asm("" : "+v"(x)); }
 
+// Of each byte below 16, the code of a weight.
+inline vi doubled_e2m1(vi codes) {
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kDoubledE2m1)));
+  return (vi)_mm512_shuffle_epi8(table, (__m512i)codes);
+}
+
 struct Levels {
   __m512 all;
   explicit Levels(const float* p) : all(_mm512_loadu_ps(p)) {}

@@ -75,6 +75,17 @@ inline void to_f16(vf x, uint16_t* p) {
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void keep(vi&) {}
 
+// Of each byte below 16, the code of a weight.
+inline vi doubled_e2m1(vi codes) {
+  vi out;
+  for (int i = 0; i < kLanes; i++) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 32; j += 8) bits |= uint32_t{static_cast<uint8_t>(kDoubledE2m1[codes[i] >> j & 15])} << j;
+    out[i] = static_cast<int32_t>(bits);
+  }
+  return out;
+}
+
 // The 16 levels of a codebook, by the low 4 bits of each lane; the bits above may be anything.
 struct Levels {
   const float* levels;
