@@ -35,9 +35,9 @@ def read_points(page: str) -> list[Point]:
     for line in page.split(HEADING, 1)[1].split("\n## ", 1)[0].splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) > 5 and cells[1] in SERIES:
-            kld, _, stderr = cells[5].partition(" ± ")
-            name = re.sub(r"[`*]", "", cells[2])
-            found.append(Point(cells[0], cells[1], name, float(cells[3]), float(kld), float(stderr or 0)))
+            kld, stderr = re.findall(r"\d+\.\d+", cells[5])
+            model, name = cells[0].split(" (")[0], cells[2].replace("`", "")
+            found.append(Point(model, cells[1], name, float(cells[3]), float(kld), float(stderr)))
     return found
 
 
