@@ -34,14 +34,13 @@ NORMED: Final = ("qkv", "gate_up")  # places whose rows a norm gives
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one place; inputs are tuned to the first matrix that reads it.
+    """Of one place.
 
     lack: of the rows that a norm gives, for places in NORMED; else of the hidden rows; None for nothing.
     """
 
     inputs: Inputs
     lack: Lack | None
-    tuned: bool = False
 
 
 class Calibrator(ABC):
@@ -98,15 +97,9 @@ class Calibrator(ABC):
         lack = seen.lack.of(w, threads=self._threads) if of_inputs and seen.lack is not None else seen.lack
         scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
         try:
-            self._tune(t, w, seen, lack)
             return solve(w, seen.inputs, scheme, method, lack=lack, threads=self._threads)
         except ScaleError as error:
             raise self._bad(t.name, error, row + error.row) from None
-
-    def _tune(self, t: TensorSpec, w: F32Array, seen: _Seen, lack: Lack | None) -> None:
-        if not seen.tuned and "gptq" in METHODS[self._methods[t.name]]:
-            scheme = self._layout.tensors[t.name].scheme
-            seen.inputs, seen.tuned = seen.inputs.tuned(w, scheme, lack), True
 
     def _bad(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row
@@ -133,9 +126,6 @@ class StatisticsCalibrator(Calibrator):
     def _of_place(self, layer: int | None, place: str) -> _Seen:
         if self._at is None or self._at[0] != (layer, place):
             seen = _Seen(Inputs(*self._statistics.of_place(layer, place).second_moments(), threads=self._threads), None)
-            for t in self._spec.tensors():  # also where the first of them is kept
-                if t.layer == layer and READS.get(t.part) == place and t.name in self._methods:
-                    self._tune(t, _floats(self._source, t.name), seen, None)
             self._at = (layer, place), seen
         return self._at[1]
 

@@ -23,7 +23,7 @@ from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress
 from w4conv.quantization.allocation import MENU, Item, allocate
-from w4conv.quantization.calibrated import DAMPING_PERCENTS, METHODS
+from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS
 from w4conv.quantization.folding import FoldedSource, Folding
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
@@ -312,7 +312,7 @@ class ConversionPlan:
         if self.folding is not None:
             record["folding"] = self.folding.record()
         if self.calibration is not None:
-            record["calibration"] = self.calibration.record() | {"damping_percents": list(DAMPING_PERCENTS)}
+            record["calibration"] = self.calibration.record() | {"damping_percent": DAMPING_PERCENT}
         return record
 
 

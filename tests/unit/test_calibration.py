@@ -108,23 +108,18 @@ def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
     assert solve(w, misleading, int4(32), "gptq").error <= rtn.error
 
 
-def test_damping_is_tuned_to_the_tokens_held_out() -> None:
-    """Few tokens for many columns ask for more of it."""
+def test_damping_serves_other_tokens() -> None:
+    """Weights fitted to few tokens of one kind, judged by tokens of another, are better with more of it."""
     rng = np.random.default_rng(6)
     w = rng.standard_normal((16, 96)).astype(np.float32)
     mix = rng.standard_normal((96, 96)) / 10 + np.eye(96)
-    chosen = {}
-    for n in (60, 60000):
-        fit, held_out = (rng.standard_normal((m, 96)) @ mix for m in (n, 20000))
-        inputs = Inputs(second(fit), second(held_out))
-        tuned = inputs.tuned(w, int4(32), None)
-        chosen[n] = tuned.damping_percent
-        losses = {}
-        for percent in calibrated.DAMPING_PERCENTS:
-            damped = Inputs(inputs.fit, inputs.held_out, damping_percent=percent)
-            losses[percent] = solve(w, damped, int4(32), "gptq").error
-        assert losses[chosen[n]] == min(losses.values())
-    assert chosen[60] > chosen[60000]
+    fit, other = second(rng.standard_normal((60, 96)) @ mix), second(rng.standard_normal((20000, 96)))
+    errors = []
+    for percent in (1, calibrated.DAMPING_PERCENT):
+        s = solve(w, Inputs(fit, fit, damping_percent=percent), int4(32), "gptq")
+        assert s.method == "gptq"
+        errors.append(output_error(restored(s, int4(32), w.shape) - w, other))
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_channels_that_are_never_active() -> None:
@@ -179,7 +174,7 @@ def test_record_and_report(model: Path, text: Path, tmp_path: Path) -> None:
             "tokens": 512,
             "ctx": 32,
             "held_out_sequences": 2,
-            "damping_percents": [10, 30, 100],
+            "damping_percent": 100,
         }
     planned = quantize(model, tmp_path / "p.w4", calibration=text, dry_run=True, **SMALL)
     assert planned.output_nbytes == report.output_nbytes

@@ -32,10 +32,9 @@ METHODS: Final = {
     "gptq": ("rtn", "gptq"),
     "best": ("rtn", "search", "gptq"),
 }
-# Of the diagonal's mean, added to the diagonal; ten times as much after each failure. What is best depends on how many
-# tokens there are for each column, so it is tried out.
-DAMPING_PERCENTS: Final = (10, 30, 100)
-TUNED_ROWS: Final = 128  # of a matrix, on which that is done
+# Of the diagonal's mean, added to the diagonal; ten times as much after each failure. Tokens held out of the
+# calibration text ask for less, other texts for more (docs/decisions/0014-damping-for-other-texts.md).
+DAMPING_PERCENT: Final = 100
 # Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
 MULTIPLIERS: Final = tuple((sign * (100 - 5 * i) / 100,) * 2 for i in range(9) for sign in (1, -1))
 # With zero points: of the largest and the smallest value, together and each by itself.
@@ -59,7 +58,7 @@ class Inputs:
     """Second moments of the inputs of some matrices, and what follows from them alone."""
 
     def __init__(
-        self, fit: F32Array, held_out: F32Array, *, damping_percent: int = 30, threads: int | None = None
+        self, fit: F32Array, held_out: F32Array, *, damping_percent: int = DAMPING_PERCENT, threads: int | None = None
     ) -> None:
         """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by."""
         self.fit, self.held_out, self.damping_percent = fit, held_out, damping_percent
@@ -102,17 +101,6 @@ class Inputs:
                 factors[g].reshape(-1)[: factor.size] = factor.ravel()
             self._by_size[size] = GroupFactors(order, factors, pivots)
         return self._by_size[size]
-
-    def tuned(self, w: F32Array, scheme: QuantScheme, lack: Lack | None) -> Inputs:
-        """With the damping that serves some rows of w best on the tokens held out."""
-        rows = _spread(len(w), TUNED_ROWS)
-        best, least = self, np.inf
-        for percent in DAMPING_PERCENTS:
-            other = Inputs(self.fit, self.held_out, damping_percent=percent, threads=self._threads)
-            problem = _Problem(w, other, lack, scheme, self._threads).of(rows)
-            if (loss := problem.loss(problem.run("gptq"))) < least:
-                best, least = other, loss
-        return best
 
     def solve(self, b: F32Array) -> F32Array:
         """x of x (fit + damping) = b, rows of (n_rows, n_columns)."""
