@@ -182,14 +182,14 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
 
   const FeedForward& f = layer.mlp;
   inputs_.plan(n, hidden, {&(routed ? layer.router : f.gate_up.is_there() ? f.gate_up : f.gate).weight, &f.up.weight});
-  pool_.run(n, [&](int64_t m, int) {
+  each_token(n, [&](int64_t m) {
     if (!capture.attended) join(run, layer.o, layer.attention_out_norm, m);
     branch_off(run, layer.mlp_norm, m);
   });
   copy_rows(capture.gate_up, run.normed.data, n * run.normed.stride);
   if (capture.until == Until::kFeedForwardInputs) return;
   routed ? route(run) : feed_forward(f, n, run.out, capture.down);
-  pool_.run(n, [&](int64_t m, int) { join(run, f.down, layer.mlp_out_norm, m); });
+  each_token(n, [&](int64_t m) { join(run, f.down, layer.mlp_out_norm, m); });
 }
 
 void Model::attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture) {
@@ -211,7 +211,7 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
     rule.n_turned = rope->n_turned(head_dim);
   }
   inputs_.plan(n, config_.hidden_size, {&(fused ? layer.qkv : layer.q).weight, &layer.k.weight, &layer.v.weight});
-  pool_.run(n, [&](int64_t m, int) { branch_off(run, layer.attention_norm, m); });
+  each_token(n, [&](int64_t m) { branch_off(run, layer.attention_norm, m); });
   copy_rows(capture.qkv, run.normed.data, n * run.normed.stride);
   if (capture.until == Until::kAttentionInputs) return;
   Rows q, k, v;
@@ -226,7 +226,7 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
     v = rows(v_, n, kv_width);
     multiply({{&layer.q, q}, {&layer.k, k}, {&layer.v, v}});
   }
-  pool_.run(n, [&](int64_t m, int) {
+  each_token(n, [&](int64_t m) {
     add_bias(q[m], bias_from(fused ? layer.qkv : layer.q, 0), q_width);
     if (!apart) add_bias(k[m], key_bias, kv_width);
     add_bias(v[m], fused ? bias_from(layer.qkv, q_width + kv_width) : bias_from(layer.v, 0), kv_width);
@@ -246,7 +246,7 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
 
   // 3. their output
   inputs_.plan(n, q_width, {&layer.o.weight});
-  pool_.run(n, [&](int64_t m, int) {
+  each_token(n, [&](int64_t m) {
     std::fill(attended[m] + q_width, attended[m] + attended.stride, 0.0f);
     inputs_.put(kernels_, attended[m], m);
   });
@@ -334,7 +334,7 @@ void Model::feed_forward(const FeedForward& f, int64_t n, Rows out, float* captu
     multiply({{&f.gate, gate}, {&f.up, up}});
   }
   inputs_.plan(n, inner, {&f.down.weight});
-  pool_.run(n, [&](int64_t m, int) {
+  each_token(n, [&](int64_t m) {
     activate(f, fused, gate, up, m);
     inputs_.put(kernels_, gate[m], m);
   });
@@ -392,9 +392,9 @@ void Model::route(const Run& run) {
     const FeedForward& f = layer.experts[e];
     const Rows out = rows(expert_out_, n, config_.hidden_size);
     inputs_.plan(n, config_.hidden_size, {&(f.gate_up.is_there() ? f.gate_up : f.gate).weight, &f.up.weight});
-    pool_.run(n, [&](int64_t i, int) { inputs_.put(kernels_, run.normed[tokens[e][i].first], i); });
+    each_token(n, [&](int64_t i) { inputs_.put(kernels_, run.normed[tokens[e][i].first], i); });
     feed_forward(f, n, out, nullptr);
-    pool_.run(n, [&](int64_t i, int) {
+    each_token(n, [&](int64_t i) {
       const auto [m, weight] = tokens[e][i];
       add_bias(out[i], f.down);
       for (int64_t j = 0; j < out.stride; j++) run.out[m][j] += weight * out[i][j];
@@ -406,7 +406,7 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
   const Stopwatch::Lap lap(stopwatch, Part::kRest);
   const ModelConfig& c = config_;
   const Rows x = rows(hidden_, n, c.hidden_size);
-  pool_.run(n, [&](int64_t m, int) { embed(tokens[m], x[m]); });
+  each_token(n, [&](int64_t m) { embed(tokens[m], x[m]); });
   for (int64_t i = 0; i < c.n_layers(); i++) run_layer(i, session, n, x.data);
   session.advance(n);
   const int64_t n_out = all_logits ? n : 1;
@@ -418,12 +418,12 @@ void Model::finish(const float* x, int64_t n, float* logits) {
   const Linear& output = head.is_there() ? head : embedding;
   const Rows normed = rows(normed_, n, c.hidden_size), scores = rows(logits_, n, c.vocab_size);
   inputs_.plan(n, c.hidden_size, {&output.weight});
-  pool_.run(n, [&](int64_t m, int) {
+  each_token(n, [&](int64_t m) {
     normalize(final_norm, x + m * padded(c.hidden_size), c.hidden_size, normed[m]);
     inputs_.put(kernels_, normed[m], m);
   });
   multiply({{&output, scores}}, Part::kHead);
-  pool_.run(n, [&](int64_t m, int) {
+  each_token(n, [&](int64_t m) {
     float* const row = scores[m];
     for (int64_t i = 0; c.logits_divisor != 1 && i < c.vocab_size; i++) row[i] /= c.logits_divisor;
     if (c.final_softcap > 0) kernels_.softcap(row, scores.stride, c.final_softcap);

@@ -1,5 +1,6 @@
 // The forward pass of a decoder-only transformer, on weights that stay where they are mapped.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -149,6 +150,15 @@ class Model {
     Rows x, normed, out;  // hidden rows; normed ones; a branch's output
   };
   Rows rows(Buffer& buffer, int64_t n, int64_t width);
+  // f(m) for each of n tokens, on several threads. Whole token groups together, as the inputs of products lie interleaved:
+  // two threads in one group would wait for each other's cache lines.
+  template <class F>
+  void each_token(int64_t n, const F& f) {
+    const int64_t step = n > kTokenGroup ? kTokenGroup : 1;
+    pool_.run((n + step - 1) / step, [&](int64_t task, int) {
+      for (int64_t m = task * step; m < std::min(n, (task + 1) * step); m++) f(m);
+    });
+  }
   void multiply(const std::vector<Product>& products, Part part = Part::kProducts);
   void embed(int32_t token, float* out) const;
   void normalize(const Norm& norm, const float* x, int64_t n, float* out) const;

@@ -78,13 +78,12 @@ inline Extremes extremes_of(const float* x, int64_t n) {
 }
 
 // [begin, end) to codes: x / scale rounded half to even within [low, high], and the offset added. A last vector runs past
-// the end; the next group, or the padding, writes over it. |scale|: an FP16 number that is not 0.
+// the end; the next group, or the padding, writes over it.
 inline void round_codes(const float* x, int64_t begin, int64_t end, float scale, float low, float high, int32_t offset,
                         int8_t* out) {
   const vf magic = splat(0x1.8p23f), divisor = splat(scale), lowest = splat(low), highest = splat(high);
-  const vf reciprocal = splat(1.0f / scale);
   for (int64_t i = begin; i < end; i += kLanes) {
-    vf v = quotient(load(x + i), divisor, reciprocal);
+    vf v = load(x + i) / divisor;
     v = select((vi)(v > highest), highest, v);
     v = select((vi)(v < lowest), lowest, v);
     const vi q = (vi)(v + magic) - (vi)magic + offset;

@@ -122,15 +122,6 @@ inline vi round_to_int(vf x) {
   return (vi)(x + magic) - (vi)magic;
 }
 
-// x / divisor, bit for bit wherever that is 2^-60 or more and |divisor| is 2^-90 or more: the product with the reciprocal,
-// twice corrected by what it leaves (Markstein 1990). A division of a vector takes as long as some 15 multiplications.
-inline vf quotient(vf x, vf divisor, vf reciprocal) {
-  if constexpr (!kFastFma) return x / divisor;
-  vf q = x * reciprocal;
-  for (int i = 0; i < 2; i++) q = fma(fma(-q, divisor, x), reciprocal, q);
-  return q;
-}
-
 // Lane i of the result is lane i + kBy of x; the last kBy lanes are of no use.
 template <int kBy>
 inline vi lanes_down(vi x) {
@@ -169,11 +160,10 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
     int32_t sum = 0;
     alignas(64) uint32_t packed[kBlock] = {};
     if (scale > 0) {
-      const vf divisor = splat(scale), reciprocal = splat(1.0f / scale);
+      const vf divisor = splat(scale);
       vi sums = {};
       for (int64_t i = 0; i < padded; i += kLanes) {
-        const vf v = load(x + column + i);
-        const vi code = round_to_int(scale < 0x1p-90f ? v / divisor : quotient(v, divisor, reciprocal));
+        const vi code = round_to_int(load(x + column + i) / divisor);
         sums += code;
         store_bits(packed + i, out.bits == 8 ? pack_bytes(code) : pack_pairs(code));
       }

@@ -8,7 +8,6 @@ constexpr int kByteTokens = 4;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
 constexpr int kStreams = 2;
 constexpr bool kWideBytes = false;
-constexpr bool kFastFma = true;  // fma is an instruction
 
 inline const char* dot_instruction() { return "vpmaddwd ymm"; }
 

@@ -11,7 +11,6 @@ constexpr int kTiles = 1;
 constexpr int kStreams = 1;  // tiles that a GEMV reads side by side
 // Whether dot_bytes takes any unsigned byte as a weight, or only codes of 4 bits.
 constexpr bool kWideBytes = false;
-constexpr bool kFastFma = false;  // fma is an instruction
 
 inline const char* dot_instruction() { return "multiply"; }
 
