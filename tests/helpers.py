@@ -118,6 +118,10 @@ def llama_tensors(
     return out
 
 
+# Of the words that the tiny tokenizers know: a text to calibrate by, repeated.
+WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
+
+
 def make_llama_dir(
     directory: Path,
     *,

@@ -93,7 +93,7 @@ class Calibrator(ABC):
 
     def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
         """values: rows of t from `row` on."""
-        w = _as_f32(values, self._source.tensors[t.name].dtype)
+        w = codes.as_f32(values, self._source.tensors[t.name].dtype)
         lack = seen.lack.of(w, threads=self._threads) if of_inputs and seen.lack is not None else seen.lack
         scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
         try:
@@ -294,7 +294,7 @@ class TextCalibrator(Calibrator):
 
     def _original_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
         t = self._spec.tensors()[0]
-        return _as_f32(self._rows(t.name, ids), self._source.tensors[t.name].dtype)
+        return codes.as_f32(self._rows(t.name, ids), self._source.tensors[t.name].dtype)
 
     def _nearest_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
         """As the container will hold them."""
@@ -359,8 +359,4 @@ def _some_rows(matrix: Matrix, ids: npt.NDArray[np.int64]) -> F32Array:
 
 
 def _floats(source: Source, name: str) -> F32Array:
-    return _as_f32(source.read(name), source.tensors[name].dtype)
-
-
-def _as_f32(values: npt.NDArray[Any], dtype: str) -> F32Array:
-    return codes.bf16_to_f32(values.view(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
+    return codes.as_f32(source.read(name), source.tensors[name].dtype)

@@ -88,7 +88,8 @@ class ChannelScaling:
 
     def _some_rows(self, t: TensorSpec) -> F32Array:
         n = min(t.shape[0], _ROWS)
-        return _as_f32(self._source.read(t.name)[np.arange(n) * t.shape[0] // n], self._source.tensors[t.name].dtype)
+        rows = self._source.read(t.name)[np.arange(n) * t.shape[0] // n]
+        return codes.as_f32(rows, self._source.tensors[t.name].dtype)
 
     def _made_exact(self, folding: Folding, tensors: Sequence[TensorSpec], e: Exponents) -> Exponents:
         """Without those by which a norm's weight or a bias would be rounded."""
@@ -116,7 +117,3 @@ def _log2(x: F32Array) -> F32Array:
     logs = np.where(x > 0, exponent + 2 * mantissa - 2, 0)
     mean = math.fsum(logs.tolist()) / max(int((x > 0).sum()), 1)
     return np.asarray(np.where(x > 0, logs - mean, 0))
-
-
-def _as_f32(values: npt.NDArray[np.generic], dtype: str) -> F32Array:
-    return codes.bf16_to_f32(values.view(np.uint16)) if dtype == "BF16" else values.astype(np.float32)

@@ -195,6 +195,11 @@ def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32Array:
     return np.asarray(bits.astype(np.uint32) << 16, np.uint32).view(np.float32)
 
 
+def as_f32(values: Array, dtype: str) -> F32Array:
+    """Values as a source gives them, of dtype "F16", "BF16" (uint16 holding its bits) or "F32", exactly."""
+    return bf16_to_f32(values.astype(np.uint16, copy=False)) if dtype == "BF16" else values.astype(np.float32)
+
+
 def f32_to_bf16(values: F32Array) -> npt.NDArray[np.uint16]:
     """Round half to even; NaN stays NaN (made quiet)."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

@@ -181,10 +181,7 @@ class _SourceSide(_Side):
         return _SourceSide(folded_as_recorded(self._source, _other.record, _other.blobs, "the container"))
 
     def values(self, name: str, rows: slice | None) -> F32Array:
-        values = self._source.read(name, rows)
-        if self._source.tensors[name].dtype == "BF16":
-            return codes.bf16_to_f32(values.view(np.uint16))
-        return values.astype(np.float32)
+        return codes.as_f32(self._source.read(name, rows), self._source.tensors[name].dtype)
 
 
 def _open(path: str | os.PathLike[str], stack: ExitStack) -> _Side:

@@ -180,6 +180,8 @@ def compare_with_source(
     memory. remake: only for schemes that these make.
     """
     n_rows, n_columns = values.shape
+    if not values.size:
+        return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, remade=remake)
     sums = np.empty((3, n_rows, -(-n_columns // group_size)))
     found = _native.compare_with_source(
         _pool(threads or default_threads()), as_bytes(values), dtype,

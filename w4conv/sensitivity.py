@@ -119,9 +119,8 @@ class Sensitivity:
         """Of the weights with each scheme, relative to the weights, both weighted by the columns' squares."""
         weights = np.ones(t.shape[-1]) if squares is None else squares
         signal, noise = 0.0, np.zeros(len(self._menu))
-        bf16 = self._source.tensors[t.name].dtype == "BF16"
         for values in self._samples(t):
-            w = codes.bf16_to_f32(values.view(np.uint16)) if bf16 else values.astype(np.float32)
+            w = codes.as_f32(values, self._source.tensors[t.name].dtype)
             signal += _weighted(w, weights)
             for i, scheme in enumerate(self._menu):
                 with self._told(t):

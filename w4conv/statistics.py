@@ -307,8 +307,6 @@ def _digest_of_norms(source: Source, spec: ModelSpec) -> str:
     state = blake3()
     for t in spec.tensors():
         if t.role == "norm":
-            values = source.read(t.name)
-            dtype = source.tensors[t.name].dtype
-            wide = codes.bf16_to_f32(values.view(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
-            state.update(wide.astype("<f4").tobytes())
+            values = codes.as_f32(source.read(t.name), source.tensors[t.name].dtype)
+            state.update(values.astype("<f4").tobytes())
     return state.hexdigest()

@@ -170,7 +170,7 @@ class _Values:
                 yield from ((rows, np.ascontiguousarray(matrix[rows])) for rows in self._source.row_blocks(name))
 
     def _check_finite(self, name: str, values: Array, dtype: str) -> None:
-        as_float = codes.bf16_to_f32(values.astype(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
+        as_float = codes.as_f32(values, dtype)
         bad = np.argwhere(~np.isfinite(as_float))
         if len(bad):
             at = tuple(bad[0].tolist())

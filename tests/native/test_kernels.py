@@ -227,6 +227,14 @@ def test_a_matrix_and_its_source_are_compared_in_one_pass(tier: str, kind: str, 
             assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=False).remade
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_matrices_without_values_are_equal(shape: tuple[int, int]) -> None:
+    scheme, x = QuantScheme("int4", 0, "f16"), np.empty(shape, np.float32)
+    parts = kernels.quantize_rtn(x, "F32", scheme).parts()
+    found = kernels.compare_with_source(x, "F32", scheme, parts, shape[1], remake=True)
+    assert (found.sums.size, found.largest, found.equal, found.remade) == (0, 0, True, True)
+
+
 def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
     x = np.ones((17, 40), np.float32)
     scheme = QuantScheme("int4", 32, "f16")

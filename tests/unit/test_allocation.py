@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import make_llama_dir
+from helpers import WORDS, make_llama_dir
 
 from w4conv import sensitivity
 from w4conv.container import open_container
@@ -21,7 +21,6 @@ from w4conv.runtime.engine import Model
 from w4conv.scheme import int4
 
 DOWN, EMBED = "model.layers.{}.mlp.down_proj.weight", "model.embed_tokens.weight"
-WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
 TEXT: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32}
 
 

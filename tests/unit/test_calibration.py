@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from helpers import make_llama_dir, write_safetensors
+from helpers import WORDS, make_llama_dir, write_safetensors
 
 from w4conv import codes, kernels
 from w4conv.container import open_container
@@ -19,7 +19,6 @@ from w4conv.quantization.calibrated import Inputs, Lack, output_error, solve
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.verification import verify
 
-WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
 SMALL: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import as_dtype, llama_tensors, make_llama_dir, write_safetensors
+from helpers import WORDS, as_dtype, llama_tensors, make_llama_dir, write_safetensors
 
 from w4conv.comparison import diff
 from w4conv.container import open_container
@@ -19,7 +19,6 @@ from w4conv.quantization.folding import FoldedSource, Folding
 from w4conv.sources import open_source
 from w4conv.verification import verify
 
-WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
 OPTIONS: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32, "group_size": 32, "method": "awq"}
 SHAPE: dict[str, Any] = {"hidden": 64, "inner": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300, "seed": 0}
 LOUD = (5, 40)  # channels of the hidden rows that the norms make loud

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_llama_dir
+from helpers import WORDS, make_llama_dir
 
 from w4conv.cli import quantize as command
 from w4conv.container import open_container
@@ -149,7 +149,6 @@ def test_a_conversion_by_recipe(tmp_path: Path) -> None:
     assert checked.round_trip.same_codes is True
 
 
-WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
 SMALL: dict[str, Any] = {"calibration_tokens": 256, "calibration_ctx": 32}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from helpers import make_llama_dir
+from helpers import WORDS, make_llama_dir
 from safetensors.numpy import load_file, save_file
 
 from w4conv import kernels
@@ -25,7 +25,6 @@ from w4conv.sources import open_source
 from w4conv.statistics import SavedStatistics, calibrate
 from w4conv.verification import verify
 
-WORDS = "the and of ing to in er is a. The thing is in the end of it, and her other hand. "
 SMALL: dict[str, Any] = {"tokens": 512, "ctx": 32}
 
 

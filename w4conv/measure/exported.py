@@ -59,7 +59,7 @@ def compare_export(container: Container, source: Source, progress: Progress) -> 
         is_norm = info.name.endswith("norm.weight")
         for rows in _row_blocks(info.shape):
             ours = _matrix(container.dequantize(name, rows))
-            theirs = _matrix(_f32(source.read(name, rows), stored.dtype))
+            theirs = _matrix(codes.as_f32(source.read(name, rows), stored.dtype))
             meter.add(ours, theirs)
             exact = exact and np.array_equal(ours, theirs)
             expected = (ours + offset) - offset if offset and is_norm else _rounded(ours, stored.dtype)
@@ -138,10 +138,6 @@ def _row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 def _matrix(values: F32Array) -> F32Array:
     """(rows, columns) of a vector or a stack."""
     return values.reshape(1, -1) if values.ndim < 2 else values.reshape(-1, values.shape[-1])
-
-
-def _f32(values: npt.NDArray[np.generic], dtype: str) -> F32Array:
-    return codes.bf16_to_f32(values.astype(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
 
 
 def _rounded(values: F32Array, dtype: str) -> F32Array:

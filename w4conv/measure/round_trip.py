@@ -174,7 +174,7 @@ class _Block:
         scheme, kept = self.info.scheme, self._is_kept()
         if len(self.info.shape) < 2:  # vectors keep their type
             restored = codes.dequantize(scheme, self.info.shape, self.parts).reshape(1, -1)
-            found = kernels.compare(self._values_f32(), restored, max(restored.size, 1))
+            found = kernels.compare(codes.as_f32(self.values, self.dtype), restored, max(restored.size, 1))
             same_type = scheme.kind == self.dtype.lower()
             return found._replace(remade=same_type and self._equal("values", self.values))
         remake = not kept and scheme.kind not in KEPT_ONLY and scheme.scale_dtype != "f32"
@@ -183,11 +183,6 @@ class _Block:
             self.values, self.dtype, scheme, self.parts, group_size, remake=remake, threads=threads
         )
         return found._replace(remade=kept or found.remade)
-
-    def _values_f32(self) -> npt.NDArray[np.float32]:
-        if self.dtype == "BF16":
-            return codes.bf16_to_f32(self.values.view(np.uint16))
-        return self.values.astype(np.float32)
 
     def _is_kept(self) -> bool:
         if self.coded is None:

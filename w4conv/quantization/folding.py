@@ -156,11 +156,11 @@ def scale(
     values: npt.NDArray[Any], dtype: str, to: str, exponents: npt.NDArray[np.integer[Any]]
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_]]:
     """(values * 2^exponents in the type `to`, which of them are so exactly)."""
-    wide = codes.bf16_to_f32(values.view(np.uint16)) if dtype == "BF16" else values.astype(np.float32)
+    wide = codes.as_f32(values, dtype)
     with np.errstate(over="ignore", under="ignore"):
         scaled = np.ldexp(wide, exponents)
         out = codes.f32_to_bf16(scaled) if to == "BF16" else scaled.astype(np.float16 if to == "F16" else np.float32)
-        back = np.ldexp(codes.bf16_to_f32(out) if to == "BF16" else out.astype(np.float32), -exponents)
+        back = np.ldexp(codes.as_f32(out, to), -exponents)
     return out, (back == wide) | np.isnan(wide)
 
 

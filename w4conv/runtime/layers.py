@@ -152,7 +152,7 @@ class LayeredSource(LayeredModel):
         return scheme, found.shape, {"values": kernels.as_bytes(lines)}
 
     def _vector(self, t: TensorSpec) -> F32Array:
-        return self._as_f32(t, self._source.read(t.name))
+        return codes.as_f32(self._source.read(t.name), self._source.tensors[t.name].dtype)
 
     def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
         n_rows, n_columns = self._source.tensors[t.name].shape
@@ -162,9 +162,4 @@ class LayeredSource(LayeredModel):
             wanted = ids[(ids >= start) & (ids < start + step)] - start
             if len(wanted):
                 blocks.append(self._source.read(t.name, slice(start, start + int(wanted[-1]) + 1))[wanted])
-        return self._as_f32(t, np.concatenate(blocks))
-
-    def _as_f32(self, t: TensorSpec, values: npt.NDArray[np.generic]) -> F32Array:
-        if self._source.tensors[t.name].dtype == "BF16":
-            return codes.bf16_to_f32(values.view(np.uint16))
-        return values.astype(np.float32)
+        return codes.as_f32(np.concatenate(blocks), self._source.tensors[t.name].dtype)
