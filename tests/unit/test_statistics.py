@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,21 @@ def test_files_that_do_not_fit(
 
 def test_another_checkpoint_of_the_same_shape(files: dict[bool, Path], tmp_path: Path) -> None:
     other = make_llama_dir(tmp_path / "other", hidden=48, inner=80, seed=1)
-    with pytest.raises(InputError, match="norms differ"):
+    with pytest.raises(InputError, match="weights differ"):
         quantize(other, tmp_path / "o.w4", calibration=files[False])
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.v_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_tuned_in_one_tensor(files: dict[bool, Path], model: Path, tmp_path: Path, name: str) -> None:
+    """All else is as it was, so that shapes and the other tensors tell nothing."""
+    shutil.copytree(model, tmp_path / "tuned")
+    path = tmp_path / "tuned" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name] * np.float16(1.01)}, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="weights differ"):
+        quantize(tmp_path / "tuned", tmp_path / "o.w4", calibration=files[False])
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert quantize(tmp_path / "tuned", tmp_path / "o.w4", calibration=files[False]).method == "awq"
 
 
 def test_options_that_make_no_sense(files: dict[bool, Path], model: Path, text: Path, tmp_path: Path) -> None:
