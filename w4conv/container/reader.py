@@ -212,6 +212,15 @@ class Container:
                 return self.bytes_of(part)
         raise KeyError(f"{name} has no {kind}; it has {', '.join(p.kind for p in self.tensors[name].parts)}")
 
+    def release(self, name: str) -> None:
+        """Let the pages of a tensor leave the memory of this process: the file still has them, and so has
+        the page cache, from which the next access maps them again."""
+        if self._mapping is None:
+            return
+        for part in self.tensors[name].parts:
+            start = part.offset - part.offset % mmap.PAGESIZE
+            self._mapping.madvise(mmap.MADV_DONTNEED, start, part.end - start)
+
     def dequantize(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
         """The values of a tensor, float32 of its original shape (w4-codes 5). Raises KeyError for an unknown name.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -198,7 +198,13 @@ class Model:
     def session(self) -> Session:
         """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
         native = self._native.session(self.ctx, self.kv, self.kv_window)
-        return Session(self._native, native, self.spec, window=self.kv_window)
+        return Session(self._native, native, self.spec, window=self.kv_window, after_pass=self._release_embedding)
+
+    def _release_embedding(self) -> None:
+        """A row of the embedding lies in a tile of 16, and a fault maps the pages around it too: many times what
+        tokens read would stay in memory."""
+        if not self.spec.tied_head:  # else each token reads all of it
+            self.container.release(self.spec.tensors()[0].name)
 
     def logits(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> F32Array:
         """Logits after each token of a fresh sequence: (n_tokens, vocab_size) float32."""
@@ -248,8 +254,17 @@ class Session:
     when a cut makes keys visible again that a window no longer held.
     """
 
-    def __init__(self, model: _native.Model, session: _native.Session, spec: ModelSpec, *, window: int = 0) -> None:
+    def __init__(
+        self,
+        model: _native.Model,
+        session: _native.Session,
+        spec: ModelSpec,
+        *,
+        window: int = 0,
+        after_pass: Callable[[], None],
+    ) -> None:
         self._model, self._session, self._vocab_size = model, session, spec.vocab_size
+        self._after_pass, self._n_since = after_pass, 0  # called when so many tokens have run as a pass holds
         self._short = spec.rope.original_max_positions if spec.rope.scaling == "longrope" else None
         self._ids = np.empty(session.n_positions, np.int32)
         self._window = window
@@ -301,6 +316,10 @@ class Session:
             piece = tokens[start : start + _native.MAX_TOKENS]
             rows = out[start : start + piece.size] if len(out) == tokens.size else out
             self._model.forward(self._session, piece, rows)
+            self._n_since += piece.size
+            if self._n_since >= _native.MAX_TOKENS:
+                self._after_pass()
+                self._n_since = 0
 
     def _restart(self, n_tokens: int, *, rope_offset: int) -> None:
         """Run the first n_tokens again."""
