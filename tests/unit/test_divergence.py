@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import make_llama_dir
+from helpers import data_dir, make_llama_dir
 
 from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
@@ -111,3 +111,28 @@ def test_verify_measures_it(tmp_path: Path) -> None:
     assert both.source.value == pytest.approx(plain.source.value, rel=1e-9)
     with pytest.raises(UsageError, match="--against"):
         verify(tmp_path / "int4.w4", kld=True, text=text)
+
+
+def test_beside_llama_perplexity(tmp_path: Path) -> None:
+    """What `llama-perplexity --kl-divergence` printed of the same weights in F32, with `-fa off` over 8 windows
+    (tests/bench/against_llama_perplexity.py). Keys and values are in FP16 there too, the base's log-probabilities in
+    16 bits."""
+    source = data_dir("hf", "stories260K-f32")
+    text = tmp_path / "text.txt"
+    text.write_bytes(data_dir("wikitext-2-raw", "wiki.test.raw").read_bytes()[:16384])
+    quantize(source, tmp_path / "o.w4", group_size=32)
+    report = verify(tmp_path / "o.w4", against=source, text=text, chunks=8, kld=True).perplexity
+    assert report is not None
+    assert report.divergence is not None
+    d = report.divergence
+    found = {p.percent: p.value for p in d.percentiles}
+    assert d.n_scored == 2040
+    assert report.container.value == pytest.approx(130.060113, rel=1e-3)
+    assert d.mean == pytest.approx(0.249486, rel=1e-3)
+    assert d.stderr == pytest.approx(0.007004, rel=5e-3)
+    assert [found[p] for p in (99.0, 95.0, 90.0, 50.0, 10.0, 5.0)] == pytest.approx(
+        [1.545694, 0.859336, 0.577833, 0.143397, 0.041232, 0.025779], rel=2e-2
+    )
+    assert 100 * d.rms_delta_p == pytest.approx(10.206, rel=2e-3)
+    assert 100 * d.mean_delta_p == pytest.approx(-1.132, rel=5e-3)
+    assert 100 * d.same_top == pytest.approx(65.0, abs=0.2)
