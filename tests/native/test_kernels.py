@@ -18,7 +18,13 @@ from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_co
 from w4conv.scheme import BITS, GROUP_SIZES, QuantScheme
 
 TIERS = kernels.isa_tiers()
-DOTS = {"scalar": "multiply", "avx2": "vpmaddwd ymm", "avx512": "vpmaddwd zmm", "avx512vnni": "vpdpwssd zmm"}
+DOTS = {
+    "scalar": "multiply",
+    "avx2": "vpmaddwd ymm",
+    "avxvnni": "vpdpwssd ymm",
+    "avx512": "vpmaddwd zmm",
+    "avx512vnni": "vpdpwssd zmm",
+}
 F32 = npt.NDArray[np.float32]
 
 

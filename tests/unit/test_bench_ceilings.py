@@ -21,7 +21,7 @@ from w4conv.runtime.engine import Model
 @pytest.mark.parametrize("tier", kernels.isa_tiers())
 def test_every_multiplication_from_registers_is_counted(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     monkeypatch.setenv("W4CONV_ISA", tier)
-    lanes = {"scalar": 4, "avx2": 8}.get(tier, 16)
+    lanes = {"scalar": 4, "avx2": 8, "avxvnni": 8}.get(tier, 16)
     chains = 12 if lanes == 16 else 6
     one = kernels.multiply_registers(operands="int16", threads=1)
     assert one == 64 * 100000 * chains * lanes * 2  # tasks, rounds, and pairs of int16

@@ -267,6 +267,7 @@ constexpr int64_t kAttentionScratch = int64_t{2} * kTokenGroup * kKeySpan;
 // The tables that this build holds, lowest tier first; dispatch.cpp chooses.
 extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
+extern const Kernels kAvxVnniKernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512VnniKernels;
 

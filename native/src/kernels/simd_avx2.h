@@ -1,4 +1,4 @@
-// AVX2 tier: 32-byte vectors, FMA, F16C.
+// AVX2 tiers: 32-byte vectors, FMA, F16C. W4CONV_VNNI selects vpdpwssd over vpmaddwd + vpaddd.
 #pragma once
 constexpr int kLanes = 8;
 #include "vector_types.h"
@@ -7,17 +7,33 @@ constexpr int kTokens = 6;
 constexpr int kByteTokens = 4;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
 constexpr int kStreams = 2;
-constexpr bool kWideBytes = false;
-
+#ifdef W4CONV_VNNI
+// AVX-VNNI has an encoding of its own; that of AVX-512 does the same, for a build to test the tier where only that exists.
+#ifdef __AVXVNNI__
+#define W4CONV_DPWSSD _mm256_dpwssd_avx_epi32
+#define W4CONV_DPBUSD _mm256_dpbusd_avx_epi32
+#else
+#define W4CONV_DPWSSD _mm256_dpwssd_epi32
+#define W4CONV_DPBUSD _mm256_dpbusd_epi32
+#endif
+inline const char* dot_instruction() { return "vpdpwssd ymm"; }
+inline vi dot(vi acc, vi w, vi a) { return (vi)W4CONV_DPWSSD((__m256i)acc, (__m256i)w, (__m256i)a); }
+constexpr bool kWideBytes = true;
+inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  acc = (vi)W4CONV_DPBUSD((__m256i)acc, (__m256i)w0, (__m256i)a0);
+  return (vi)W4CONV_DPBUSD((__m256i)acc, (__m256i)w1, (__m256i)a1);
+}
+#else
 inline const char* dot_instruction() { return "vpmaddwd ymm"; }
-
 inline vi dot(vi acc, vi w, vi a) { return acc + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)a); }
+constexpr bool kWideBytes = false;
 // Two products of a weight below 16 and an activation lie within 3810, four within int16.
 inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
   const __m256i first = _mm256_maddubs_epi16((__m256i)w0, (__m256i)a0);
   const __m256i pairs = _mm256_add_epi16(first, _mm256_maddubs_epi16((__m256i)w1, (__m256i)a1));
   return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
+#endif
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline vw doubles_of(const float* p) { return (vw)_mm256_cvtps_pd(_mm_loadu_ps(p)); }
 inline vf sqrt_of(float x) { return (vf)_mm256_sqrt_ps(_mm256_set1_ps(x)); }
