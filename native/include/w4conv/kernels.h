@@ -16,7 +16,7 @@ constexpr int kMaxTokens = 10 * kTokenGroup;  // tokens that a GEMM takes throug
 constexpr int kGemmTiles = 4;                 // tiles whose block of columns a GEMM unpacks together
 constexpr int kKeyTile = 16;                  // keys stored together in the K cache
 constexpr int kKeySpan = 256;                 // keys at fixed positions whose softmax is made by itself (numerics.md 5)
-constexpr int kKeyStep = 64;                  // keys whose scores a kernel may form together; K caches hold whole steps
+constexpr int kKeyStep = 64;                  // keys whose scores a kernel may form together
 constexpr int kChunkRows = 4 * kTileRows;     // rows of a matrix that are rounded side by side
 constexpr int kPanel = 48;                    // columns of a matrix of floats packed together for products
 constexpr int kFactorBlock = 2 * kPanel;      // rows of a factor made together
@@ -107,19 +107,31 @@ struct FloatActivations {
 enum class KvKind : uint8_t { kF16, kF32, kInt8 };
 constexpr int64_t kv_nbytes(KvKind kind) { return kind == KvKind::kF32 ? 4 : kind == KvKind::kF16 ? 2 : 1; }
 
-// One layer's keys and values. keys [kv_head][slot tile][head_dim][16], values [kv_head][slot][pad_to(head_dim, 16)];
-// of kInt8 also a scale for each key and each value, [kv_head][slot].
-// With a window a query sees the newest `window` positions, and the first n_pinned ones. Slots behind the pinned ones are
-// a ring then: a token takes the slot of one that no query sees any more.
+// One layer's keys and values, by blocks of kKeySpan slots, so that memory fills from one end: keys
+// [block][kv_head][slot tile][head_dim][16], values [block][kv_head][tile of dimensions][slot of the block][16]; of kInt8
+// also a scale for each key and each value, [block][kv_head][slot of the block]. With a window a query sees the newest
+// `window` positions, and the first n_pinned ones. Slots behind the pinned ones are a ring then: a token takes the slot of
+// one that no query sees any more.
 struct KvCache {
   int64_t n_kv_heads = 0, head_dim = 0;
   KvKind kind = KvKind::kF16;
-  int64_t n_slots = 0;               // a multiple of kKeyTile, and unless it is a ring of kKeyStep
+  int64_t n_slots = 0;               // a multiple of kKeySpan
   int64_t window = 0, n_pinned = 0;  // window 0: all are seen; n_pinned: 0 or kKeyTile
   void *keys = nullptr, *values = nullptr;
   float *key_scales = nullptr, *value_scales = nullptr;
 
   int64_t value_stride() const { return pad_to(head_dim, 16); }
+  // Where a slot's key begins, its dimensions kKeyTile apart; its value, 16 dimensions together and kKeySpan * 16 apart;
+  // and its scales.
+  int64_t key_at(int64_t kv_head, int64_t slot) const {
+    return (scale_at(kv_head, slot) - slot % kKeyTile) * head_dim + slot % kKeyTile;
+  }
+  int64_t value_at(int64_t kv_head, int64_t slot) const {
+    return (scale_at(kv_head, slot) - slot % kKeySpan) * value_stride() + slot % kKeySpan * 16;
+  }
+  int64_t scale_at(int64_t kv_head, int64_t slot) const {
+    return (slot / kKeySpan * n_kv_heads + kv_head) * kKeySpan + slot % kKeySpan;
+  }
   int64_t slot(int64_t position) const {
     return position < n_slots ? position : n_pinned + (position - n_pinned) % (n_slots - n_pinned);
   }

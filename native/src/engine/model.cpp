@@ -35,10 +35,9 @@ KvCache cache_of(const ModelConfig& c, int64_t layer, const KvConfig& kv) {
     cache.window = kv.window;
     cache.n_pinned = kKeyTile;
   }
-  cache.n_slots = pad_to(kv.n_positions, kKeyStep);
+  cache.n_slots = pad_to(kv.n_positions, kKeySpan);
   if (cache.window > 0) {  // a pass stores all its tokens before the first of them looks at the keys
-    const int64_t ring = pad_to(cache.window - 1 + Model::kMaxTokens, kKeyTile);
-    cache.n_slots = std::min(cache.n_slots, cache.n_pinned + ring);
+    cache.n_slots = std::min(cache.n_slots, pad_to(cache.n_pinned + cache.window - 1 + Model::kMaxTokens, kKeySpan));
   }
   return cache;
 }
@@ -61,11 +60,11 @@ Session::Session(const ModelConfig& c, const KvConfig& kv) : n_positions_(kv.n_p
     KvCache cache = cache_of(c, i, kv);
     const KvSizes sizes(cache);
     Buffer* const buffers = &buffers_[4 * i];
-    cache.keys = buffers[0].reserve(sizes.keys);
-    cache.values = buffers[1].reserve(sizes.values);
+    cache.keys = buffers[0].reserve_filling(sizes.keys);
+    cache.values = buffers[1].reserve_filling(sizes.values);
     if (sizes.scales > 0) {
-      cache.key_scales = static_cast<float*>(buffers[2].reserve(sizes.scales));
-      cache.value_scales = static_cast<float*>(buffers[3].reserve(sizes.scales));
+      cache.key_scales = static_cast<float*>(buffers[2].reserve_filling(sizes.scales));
+      cache.value_scales = static_cast<float*>(buffers[3].reserve_filling(sizes.scales));
     }
     layers_.push_back(cache);
   }

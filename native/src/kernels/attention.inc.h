@@ -6,6 +6,9 @@ inline vf load_kv(const uint16_t* p) { return from_f16(p); }
 inline vf load_kv(const float* p) { return load(p); }
 inline vf load_kv(const int8_t* p) { return __builtin_convertvector(from_bytes(p), vf); }
 
+// Of a stored value, where a vector of its dimensions lies.
+constexpr int64_t value_vector(int64_t v) { return v / kVectors * kKeySpan * 16 + v % kVectors * kLanes; }
+
 // ---- storing ---------------------------------------------------------------------------------------------------------
 
 inline void store_lanes(uint16_t* p, vf x, vf) { to_f16(x, p); }
@@ -41,16 +44,17 @@ inline void for_stored(const float* x, int64_t n, float* scale, const F& f) {
 
 template <class T>
 void store_kv_as(const KvCache& c, int64_t position, const float* key, const float* value) {
-  const int64_t d = c.head_dim, stride = c.value_stride(), slot = c.slot(position);
+  const int64_t d = c.head_dim, slot = c.slot(position);
   for (int64_t head = 0; head < c.n_kv_heads; head++) {
-    const int64_t at = head * c.n_slots + slot;
-    T* keys = static_cast<T*>(c.keys) + (at - slot % kKeyTile) * d + slot % kKeyTile;
-    T* values = static_cast<T*>(c.values) + at * stride;
+    const int64_t at = c.scale_at(head, slot);
+    T* keys = static_cast<T*>(c.keys) + c.key_at(head, slot);
+    T* values = static_cast<T*>(c.values) + c.value_at(head, slot);
     for_stored<T>(key + head * d, d, c.key_scales == nullptr ? nullptr : c.key_scales + at, [&](int64_t i, const T* lanes) {
       for (int64_t j = 0; j < kLanes && i + j < d; j++) keys[(i + j) * kKeyTile] = lanes[j];
     });
-    for_stored<T>(value + head * d, d, c.value_scales == nullptr ? nullptr : c.value_scales + at,
-                  [&](int64_t i, const T* lanes) { __builtin_memcpy(values + i, lanes, sizeof(T) * kLanes); });
+    for_stored<T>(
+        value + head * d, d, c.value_scales == nullptr ? nullptr : c.value_scales + at,
+        [&](int64_t i, const T* lanes) { __builtin_memcpy(values + value_vector(i / kLanes), lanes, sizeof(T) * kLanes); });
   }
 }
 void store_kv(const KvCache& c, int64_t position, const float* key, const float* value) {
@@ -78,15 +82,15 @@ inline void with_count(int64_t n, const F& f) {
   }
   f(Count<kMost>{});
 }
-constexpr int64_t kValuesAhead = 16;  // keys ahead of which values are fetched
 
 // Vectors that kRows rows run through together: as many sums as the registers hold.
 constexpr int width_of(int n_rows) { return 4 * n_rows <= 2 * kTokens ? 4 : 2; }
 static_assert(width_of(1) * kLanes <= kKeyStep && kKeySpan % kKeyStep == 0 && kKeyStep % kKeyTile == 0);
 
-// scores[row][key] of kWidth * kLanes keys; q[i * ldq + row].
+// scores[row][key] of kWidth * kLanes keys; q[i * ldq + row]. ahead: what is fetched for later lies so far behind.
 template <int kRows, int kWidth, class T>
-inline void add_scores(const T* const (&keys)[kWidth], int64_t d, const float* q, int64_t ldq, float* scores) {
+inline void add_scores(const T* const (&keys)[kWidth], int64_t d, int64_t ahead, const float* q, int64_t ldq,
+                       float* scores) {
   vf s[kRows][kWidth];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; r++) {
@@ -98,7 +102,7 @@ inline void add_scores(const T* const (&keys)[kWidth], int64_t d, const float* q
 #pragma GCC unroll 4
     for (int v = 0; v < kWidth; v++) {
       k[v] = load_kv(keys[v] + i * kKeyTile);
-      prefetch(keys[v] + d * kWidth * kLanes + i * kKeyTile);  // those of the next keys
+      prefetch(keys[v] + i * kKeyTile + ahead);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) {
@@ -127,8 +131,9 @@ inline void add_values(const T* values, int64_t stride, int64_t n, const float* 
     vf x[kWidth];
 #pragma GCC unroll 4
     for (int v = 0; v < kWidth; v++) {
-      x[v] = load_kv(values + key * stride + v * kLanes);
-      prefetch(values + (key + kValuesAhead) * stride + v * kLanes);
+      const T* const from = values + key * 16 + value_vector(v);
+      x[v] = load_kv(from);
+      prefetch(from + kKeyStep * 16);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) {
@@ -148,8 +153,7 @@ inline void add_values(const T* values, int64_t stride, int64_t n, const float* 
 template <class T>
 struct Span {
   const KvCache& cache;
-  const T *keys, *values;
-  const float *key_scales, *value_scales;
+  int64_t kv_head;
   const AttentionRule& rule;
   int64_t start;  // first position of the span
   float* scores;  // [row][kKeySpan]
@@ -170,17 +174,20 @@ struct Span {
     with_count<kTokens>(n_rows, [&](auto count) {
       constexpr int kRows = decltype(count)::value, kWidth = width_of(kRows);
       constexpr int64_t kStep = kWidth * kLanes;
-      const auto vectors_at = [](const auto* tiles, int64_t d, int64_t place) {
-        return tiles + (place - place % kKeyTile) * d + place % kKeyTile;
-      };
+      const T* const keys = static_cast<const T*>(cache.keys);
       for (int64_t key = start + (begin - start) / kStep * kStep; key < pad_to(end, kKeyTile); key += kStep) {
         const T* at[kWidth];
-        for (int v = 0; v < kWidth; v++) at[v] = vectors_at(keys, cache.head_dim, cache.slot(key + v * kLanes));
-        add_scores<kRows, kWidth>(at, cache.head_dim, q.values + row, q.n_rows, scores + key - start);
+        for (int v = 0; v < kWidth; v++) at[v] = keys + cache.key_at(kv_head, cache.slot(key + v * kLanes));
+        const int64_t d = cache.head_dim, n_turned = rule.n_turned;
+        const int64_t ahead = key + kKeyStep < end ? kKeyStep * d : 0;
+        add_scores<kRows, kWidth>(at, d, ahead, q.values + row, q.n_rows, scores + key - start);
         if (rule.turned == nullptr) continue;
         const float* turned_at[kWidth];
-        for (int v = 0; v < kWidth; v++) turned_at[v] = vectors_at(rule.turned, rule.n_turned, key + v * kLanes);
-        add_scores<kRows, kWidth>(turned_at, rule.n_turned, q.turned + row, q.n_rows, turned + key - start);
+        for (int v = 0; v < kWidth; v++) {
+          const int64_t place = key + v * kLanes, lane = place % kKeyTile;
+          turned_at[v] = rule.turned + (place - lane) * n_turned + lane;
+        }
+        add_scores<kRows, kWidth>(turned_at, n_turned, kKeyStep * n_turned, q.turned + row, q.n_rows, turned + key - start);
       }
     });
   }
@@ -200,7 +207,7 @@ struct Span {
     for (int64_t key = begin; key < end; key += kLanes) {
       float* const p = row + key - start;
       vf score = load(p);
-      if (key_scales != nullptr) score = score * load(key_scales + cache.slot(key));
+      if (cache.key_scales != nullptr) score = score * load(cache.key_scales + cache.scale_at(kv_head, cache.slot(key)));
       if (rule.turned != nullptr) score = score + load(p + (turned - scores));
       score = score * rule.scale;
       if (rule.softcap > 0) score = softcap_of(score, splat(rule.softcap));
@@ -220,7 +227,9 @@ struct Span {
         float* const p = row + key - start + v * kLanes;
         vf weight = exp_of(load(p) - splat(*top));
         sums[v] += weight;
-        if (value_scales != nullptr) weight = weight * load(value_scales + cache.slot(key + v * kLanes));
+        if (cache.value_scales != nullptr) {
+          weight = weight * load(cache.value_scales + cache.scale_at(kv_head, cache.slot(key + v * kLanes)));
+        }
         store(p, weight);
       }
     }
@@ -235,15 +244,17 @@ struct Span {
       constexpr int kRows = decltype(count)::value, kWidth = width_of(kRows);
       for (int64_t key = begin, n; key < end; key += n) {
         const int64_t slot = cache.slot(key);
-        n = end - key < kKeyStep ? end - key : kKeyStep;
-        if (cache.n_slots - slot < n) n = cache.n_slots - slot;  // the ring closes here
-        const T* const from = values + slot * stride;
+        n = kKeyStep - slot % kKeyStep;  // whole steps, and never beyond a block
+        if (end - key < n) n = end - key;
+        const T* const from = static_cast<const T*>(cache.values) + cache.value_at(kv_head, slot);
         const float* const w = weights + key - start;
         int64_t v = 0;
         for (; v + kWidth <= n_vectors; v += kWidth) {
-          add_values<kRows, kWidth>(from + v * kLanes, stride, n, w, out + v * kLanes);
+          add_values<kRows, kWidth>(from + value_vector(v), stride, n, w, out + v * kLanes);
         }
-        for (; v < n_vectors; v++) add_values<kRows, 1>(from + v * kLanes, stride, n, w, out + v * kLanes);
+        for (; v < n_vectors; v++) {
+          add_values<kRows, 1>(from + value_vector(v), stride, n, w, out + v * kLanes);
+        }
       }
     });
   }
@@ -276,8 +287,16 @@ struct Span {
     for (int64_t i = 0; i < n_rows * cache.value_stride(); i += kLanes) store(sums + i, vf{});
     if (begin < end) score(q, row, n_rows, begin, end);
     const int64_t first_tile = begin - begin % kKeyTile;
+    constexpr int64_t kLine = 64 / (16 * sizeof(T)) > 0 ? 64 / (16 * sizeof(T)) : 1;  // slots in a cache line
+    const T* const first_values =
+        static_cast<const T*>(cache.values) + cache.value_at(kv_head, cache.slot(begin < end ? begin : start));
     int64_t begins[kTokens], ends[kTokens];
     for (int64_t r = 0; r < n_rows; r++) {
+      // While weights are made memory would be idle: each row fetches a share of the values that are read first. (In a
+      // function of its own the loop would be taken for one that does nothing.)
+      for (int64_t i = r * kKeyStep / n_rows; i < (r + 1) * kKeyStep / n_rows; i += kLine) {
+        for (int v = 0; v < 4; v++) prefetch(first_values + value_vector(v * kVectors) + i * 16);
+      }
       weigh(scores + r * kKeySpan, seen[r], first_tile, out.sums + row + r, out.tops + row + r);
       begins[r] = start;
       ends[r] = seen[r].pinned;
@@ -294,16 +313,7 @@ struct Span {
 template <class T>
 void attend_as(const KvCache& c, int64_t kv_head, const Queries& q, int64_t span, const AttentionRule& rule,
                const SpanSums& out, float* scratch) {
-  const int64_t at = kv_head * c.n_slots;
-  const Span<T> s{c,
-                  static_cast<const T*>(c.keys) + at * c.head_dim,
-                  static_cast<const T*>(c.values) + at * c.value_stride(),
-                  c.key_scales == nullptr ? nullptr : c.key_scales + at,
-                  c.value_scales == nullptr ? nullptr : c.value_scales + at,
-                  rule,
-                  span * kKeySpan,
-                  scratch,
-                  scratch + kTokenGroup * kKeySpan};
+  const Span<T> s{c, kv_head, rule, span * kKeySpan, scratch, scratch + kTokenGroup * kKeySpan};
   for (int64_t row = 0; row < q.n_rows; row += kTokens) {
     s.attend(q, row, q.n_rows - row < kTokens ? q.n_rows - row : kTokens, out);
   }
