@@ -21,7 +21,7 @@ class Buffer {
     return data_.get();
   }
   // The same, once, for what fills slowly from its begin on and is read as a whole: behind the first kHugePage bytes in huge
-  // pages, where the system has them. So it takes at most twice the memory that it needs.
+  // pages, where the system has them, so that what is small stays small and the rest takes at most twice what it needs.
   void* reserve_filling(size_t nbytes) {
     allocate(nbytes, nbytes > kHugePage ? kHugePage : 64);
 #if defined(MADV_HUGEPAGE)
