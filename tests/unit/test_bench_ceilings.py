@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import struct
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from helpers import make_llama_dir
 from w4conv import kernels
 from w4conv.convert import quantize
 from w4conv.kernels import AllowedCpus
+from w4conv.measure import counters
 from w4conv.measure.counters import Counters, MemoryEvent, memory_events
 from w4conv.runtime.engine import Model
 
@@ -64,6 +67,33 @@ def test_memory_controllers_are_found_as_sysfs_describes_them(tmp_path: Path) ->
         (tmp_path / name).write_text(text)
     found = list(memory_events(tmp_path))
     assert found == [MemoryEvent("memory_read", 23, 0x0304, cpu, 64.0) for cpu in (0, 28)]
+
+
+def test_counts_are_scaled_where_counters_took_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the kernel itself may not be counted, as often on virtual machines; and with two memory controllers."""
+    opened: list[int] = []
+
+    def fake_open(kind: int, config: int, flags: int, *, pid: int, cpu: int) -> int | None:
+        assert (pid, cpu) in {(0, -1), (-1, 0), (-1, 28)}
+        if pid == 0 and not flags & counters._EXCLUDE_KERNEL:
+            return None
+        path = tmp_path / str(len(opened))
+        path.write_bytes(struct.pack("=QQQ", 3, 10, 0 if config == 1 else 5))  # count, time enabled, time counted
+        opened.append(os.open(path, os.O_RDONLY))
+        return opened[-1]
+
+    events = [MemoryEvent("memory_read", 23, 0x0304, cpu, 64.0) for cpu in (0, 28)]
+    monkeypatch.setattr(counters, "_open", fake_open)
+    monkeypatch.setattr(counters, "memory_events", lambda _: events)
+    counted = Counters()
+    assert counted.read() == {
+        "cycles": 6, "instructions": 0, "cache_misses": 6, "page_faults": 6, "memory_read": 2 * 6 * 64,
+    }  # fmt: skip
+    counted.close()
+    assert len(opened) == 6
+    for fd in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 @pytest.mark.parametrize(
