@@ -310,7 +310,7 @@ def integer_product(
     return y
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 5, 13, 133])
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 13, 133])
 @pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "e2m1", "int8"])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int, n_tokens: int) -> None:
@@ -342,7 +342,7 @@ def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
     want = integer_product(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
-    for rows_of_x in (x[:1], x[1:2], x):
+    for rows_of_x in (x[:1], x[1:2], x[:2], x[:3], x[:4], x):
         got = kernels.matmul(scheme, (16, n), parts, rows_of_x, activation_bits=bits)
         first = 1 if rows_of_x[0, 0] < 0 else 0
         np.testing.assert_array_equal(got, want[first : first + len(got)])

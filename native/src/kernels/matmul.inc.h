@@ -3,8 +3,8 @@
 // Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of int4o then
 // y += float(asum) * (w_offset * a_scale).
 // Float form (3): one chain of fused multiply-adds a row, or a block of it, columns ascending.
-// GEMV (one token) unpacks in registers, kStreams tiles side by side: so many streams keep more of memory busy than one.
-// GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
+// GEMV (up to kFewTokens tokens) unpacks in registers, several tiles side by side: so many streams keep more of memory busy
+// than one. GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
 
 constexpr int64_t kPrefetchOctets = 16;  // columns / 8 that a GEMV fetches ahead
 
@@ -328,10 +328,10 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   write_sums(sums, n_tokens, n_tiles, y + first * ldy + tile * kTileRows, ldy);
 }
 
-// 8 columns of one vector of rows: their products are added to low, and 16 times as much to high where 16-bit activations
-// meet high nibbles that stay where they are.
+// The operands of 8 columns of one vector of rows, in the order of the activations' dwords. Where 16-bit activations meet
+// codes of 4 bits, the high nibbles stay where they are, which makes their products 16 times as large.
 template <Kind kKind, int kBits>
-inline void gemv_octet(const uint32_t* line, int64_t next, const vi (&a)[4], vi& low, vi& high) {
+inline void load_octet(const uint32_t* line, int64_t next, vi (&w)[4]) {
   vi x = load_bits(line);
   keep(x);
   if constexpr (is_bytes(kKind)) {
@@ -343,32 +343,42 @@ inline void gemv_octet(const uint32_t* line, int64_t next, const vi (&a)[4], vi&
       keep(y);
     }
     if constexpr (kBits == 16) {
-      low = dot(low, byte_pair<0>(x), a[0]), high = dot(high, byte_pair<1>(x), a[2]);
-      low = dot(low, byte_pair<0>(y), a[1]), high = dot(high, byte_pair<1>(y), a[3]);
+      w[0] = byte_pair<0>(x), w[1] = byte_pair<0>(y), w[2] = byte_pair<1>(x), w[3] = byte_pair<1>(y);
     } else {
       const vi bias = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
-      low = eight_products<kKind>(low, x ^ bias, a[0], y ^ bias, a[1]);
+      w[0] = x ^ bias, w[1] = y ^ bias;
     }
   } else if constexpr (kBits == 16) {
     const vi y = (vi)((vu)x >> 8);
-    low = dot(low, x & 0x000F000F, a[0]), high = dot(high, x & 0x00F000F0, a[1]);
-    low = dot(low, y & 0x000F000F, a[2]), high = dot(high, y & 0x00F000F0, a[3]);
+    w[0] = x & 0x000F000F, w[1] = x & 0x00F000F0, w[2] = y & 0x000F000F, w[3] = y & 0x00F000F0;
   } else {
-    low = dot_bytes(low, nibble_bytes<0>(x), a[0], nibble_bytes<1>(x), a[1]);
+    w[0] = nibble_bytes<0>(x), w[1] = nibble_bytes<1>(x);
+  }
+}
+// Their products are added to two sums, those of the high nibbles to `high`.
+template <Kind kKind, int kBits>
+inline void add_octet(const vi (&w)[4], const vi (&a)[4], vi& low, vi& high) {
+  if constexpr (kBits == 8) {
+    low = eight_products<kKind>(low, w[0], a[0], w[1], a[1]);
+  } else {
+    constexpr int kLow = is_bytes(kKind) ? 1 : 2;
+    low = dot(dot(low, w[0], a[0]), w[kLow], a[kLow]);
+    high = dot(dot(high, w[3 - kLow], a[3 - kLow]), w[3], a[3]);
   }
 }
 
-// One token, kTilesNow tiles.
-template <Kind kKind, int kBits, int kTilesNow>
-void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) {
+// kTokensNow tokens, all there are, and kTilesNow tiles.
+template <Kind kKind, int kBits, int kTokensNow, int kTilesNow>
+void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile) {
   constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  constexpr int kV = kTilesNow * kVectors;
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
   const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
   const uint32_t* line = w.lines + tile * n_lines * 16;
   const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
-  vf sum[kTilesNow][kVectors] = {};
+  vf sum[kTokensNow][kV] = {};
   for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
     const int64_t begin = block * octets_a_block;
     const int64_t end = begin + octets_a_block < n_octets ? begin + octets_a_block : n_octets;
@@ -376,65 +386,77 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t tile) 
     const int64_t ahead = (end + kPrefetchOctets <= n_octets ? kPrefetchOctets * kLines
                                                              : kPrefetchOctets * kLines + (kTilesNow - 1) * n_lines) *
                           16;
-    vi low[kTilesNow][kVectors], high[kTilesNow][kVectors];
+    const int64_t at = (tile * n_groups + group) * 16;
+    auto place = [&](int i) { return at + i / kVectors * n_groups * 16 + i % kVectors * kLanes; };
+    const int32_t* const neg8_sums = x.neg8_sums + block * kTokensNow;
+    vi low[kTokensNow][kV], high[kTokensNow][kV];
 #pragma GCC unroll 4
-    for (int j = 0; j < kTilesNow; j++) {
+    for (int i = 0; i < kV; i++) {
+      vi points = {};
+      if constexpr (kKind == Kind::kInt4z) points = zero_point_lanes(w.zero_points + place(i));
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
-        vi points = {};
-        if constexpr (kKind == Kind::kInt4z) {
-          points = zero_point_lanes(w.zero_points + ((tile + j) * n_groups + group) * 16 + v * kLanes);
-        }
-        low[j][v] = start_of_sum<kKind, kBits>(x.neg8_sums[block], points);
-        high[j][v] = vi{};
+      for (int t = 0; t < kTokensNow; t++) {
+        low[t][i] = start_of_sum<kKind, kBits>(neg8_sums[t], points);
+        high[t][i] = vi{};
       }
     }
-    for (int64_t i = begin; i < end; i++, a += kDwords, line += kLines * 16) {
+    for (int64_t octet = begin; octet < end; octet++, a += kDwords * kTokensNow, line += kLines * 16) {
       // A second line that is not there has only zeros for activations: the first one does as well.
-      const int64_t next = kLines == 2 && (i + 1) * 2 > n_lines ? 0 : 16;
-      vi av[4];
-#pragma GCC unroll 4
-      for (int p = 0; p < kDwords; p++) av[p] = splat_int(a[p]);
+      const int64_t next = kLines == 2 && (octet + 1) * 2 > n_lines ? 0 : 16;
 #pragma GCC unroll 4
       for (int j = 0; j < kTilesNow; j++) {
 #pragma GCC unroll 4
         for (int l = 0; l < kLines; l++) prefetch(line + j * n_lines * 16 + ahead + l * 16);
+      }
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) {
-          gemv_octet<kKind, kBits>(line + j * n_lines * 16 + v * kLanes, next, av, low[j][v], high[j][v]);
+      for (int i = 0; i < kV; i++) {
+        vi weights[4];
+        load_octet<kKind, kBits>(line + i / kVectors * n_lines * 16 + i % kVectors * kLanes, next, weights);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokensNow; t++) {
+          vi av[4];
+#pragma GCC unroll 4
+          for (int p = 0; p < kDwords; p++) av[p] = splat_int(a[p * kTokensNow + t]);
+          add_octet<kKind, kBits>(weights, av, low[t][i], high[t][i]);
         }
       }
     }
-    const vf a_scale = splat(x.scales[block]);
 #pragma GCC unroll 4
-    for (int j = 0; j < kTilesNow; j++) {
+    for (int t = 0; t < kTokensNow; t++) {
+      const vf a_scale = splat(x.scales[block * kTokensNow + t]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
-        const vi isum = low[j][v] + (is_bytes(kKind) ? high[j][v] : high[j][v] >> 4);
-        const int64_t at = ((tile + j) * n_groups + group) * 16 + v * kLanes;
-        sum[j][v] += __builtin_convertvector(isum, vf) * (weight_scale<kKind>(scales, at) * a_scale);
+      for (int i = 0; i < kV; i++) {
+        const vi isum = low[t][i] + (is_bytes(kKind) ? high[t][i] : high[t][i] >> 4);
+        sum[t][i] += __builtin_convertvector(isum, vf) * (weight_scale<kKind>(scales, place(i)) * a_scale);
         if constexpr (kKind == Kind::kInt4o) {
-          sum[j][v] += sum_of_activations(x.neg8_sums[block]) * (offsets.lanes(at) * a_scale);
+          sum[t][i] += sum_of_activations(neg8_sums[t]) * (offsets.lanes(place(i)) * a_scale);
         }
       }
     }
     if (++in_group == blocks_a_group) group++, in_group = 0;
   }
 #pragma GCC unroll 4
-  for (int j = 0; j < kTilesNow; j++) {
+  for (int t = 0; t < kTokensNow; t++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) store(y + (tile + j) * kTileRows + v * kLanes, sum[j][v]);
+    for (int i = 0; i < kV; i++) store(y + t * ldy + tile * kTileRows + i * kLanes, sum[t][i]);
   }
+}
+
+// Up to kTokensNow tokens: codes are unpacked in registers, kStreams tiles side by side for one token, kFewStreams for more.
+template <Kind kKind, int kBits, int kTokensNow>
+void int_gemv_up_to(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end) {
+  if constexpr (kTokensNow > 1) {
+    if (x.n_tokens < kTokensNow) return int_gemv_up_to<kKind, kBits, kTokensNow - 1>(w, x, y, ldy, tile, tile_end);
+  }
+  constexpr int kNow = kTokensNow == 1 ? kStreams : kFewStreams;
+  for (; tile + kNow <= tile_end; tile += kNow) int_gemv<kKind, kBits, kTokensNow, kNow>(w, x, y, ldy, tile);
+  for (; tile < tile_end; tile++) int_gemv<kKind, kBits, kTokensNow, 1>(w, x, y, ldy, tile);
 }
 
 template <Kind kKind, int kBits>
 void int_tiles(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end,
                void* scratch) {
-  if (x.n_tokens == 1) {
-    for (; tile + kStreams <= tile_end; tile += kStreams) int_gemv<kKind, kBits, kStreams>(w, x, y, tile);
-    for (; tile < tile_end; tile++) int_gemv<kKind, kBits, 1>(w, x, y, tile);
-    return;
-  }
+  if (x.n_tokens <= kFewTokens) return int_gemv_up_to<kKind, kBits, kFewTokens>(w, x, y, ldy, tile, tile_end);
   for_parts(tile, tile_end, x.n_tokens, [&](int64_t t, int64_t n_tiles, int64_t first, int64_t n_tokens) {
     int_gemm<kKind, kBits>(w, x, y, ldy, t, n_tiles, first, n_tokens, static_cast<uint32_t*>(scratch));
   });
