@@ -52,7 +52,10 @@ def draw(model: str, points: list[Point]) -> str:
             p.bits, p.kld, colour(SERIES.index(p.series)), title=f"{p.name}: {p.bits:g} bits, KLD {p.kld:g}",
             low=p.kld - p.stderr, high=p.kld + p.stderr, square=p.series.startswith("llama"),
         )  # fmt: skip
-        chart.text(p.bits, p.kld, p.name, dx=9, dy=4)
+        if p.series == "llama.cpp":  # beside its namesake with importances, at nearly the same bits
+            chart.text(p.bits, p.kld, p.name, dx=-9, dy=4, anchor="end")
+        else:
+            chart.text(p.bits, p.kld, p.name, dx=9, dy=4)
     return chart.svg(f"Divergence over bits per weight: {model}", style=THEME + STYLE)
 
 
