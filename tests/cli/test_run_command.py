@@ -114,7 +114,7 @@ def test_sampling_by_seed(w4: Runner, stories: Path) -> None:
 
 def test_a_text_may_outgrow_kv_memory(w4: Runner, stories: Path) -> None:
     """The first tokens and the newest stay: said once, counted, and the same with drafts."""
-    options = ("run", stories, "-p", "Once", "-n", 400, "--kv", "int8", "--kv-memory", "140K", "--json")
+    options = ("run", stories, "-p", "Once", "-n", 400, "--kv", "int8", "--kv-memory", "160K", "--json")
     plain, drafted = w4(*options).done(), w4(*options, "--lookup", 4).done()
     assert plain.err.count("outgrew --kv-memory") == 1
     result, other = json.loads(plain.out), json.loads(drafted.out)
