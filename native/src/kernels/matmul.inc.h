@@ -355,7 +355,7 @@ inline void load_octet(const uint32_t* line, int64_t next, vi (&w)[4]) {
     w[0] = nibble_bytes<0>(x), w[1] = nibble_bytes<1>(x);
   }
 }
-// Their products are added to two sums, those of the high nibbles to `high`.
+// Their products are added to two sums. Those of high nibbles that stay where they are all go to `high`.
 template <Kind kKind, int kBits>
 inline void add_octet(const vi (&w)[4], const vi (&a)[4], vi& low, vi& high) {
   if constexpr (kBits == 8) {
