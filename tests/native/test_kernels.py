@@ -310,22 +310,23 @@ def integer_product(
     return y
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 13, 133])
 @pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "e2m1", "int8"])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int, n_tokens: int) -> None:
+def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int) -> None:
+    """For every number of tokens that has a kernel of its own, and for more."""
     rng = np.random.default_rng(7)
     for n_rows, n_columns in ((3, 5), (40, 200), (16, 576), (115, 1000)):
         w = (rng.standard_normal((n_rows, n_columns)) + 0.3).astype(np.float32)
-        x = rng.standard_normal((n_tokens, n_columns)).astype(np.float32)
+        x = rng.standard_normal((133, n_columns)).astype(np.float32)
         x[rng.random(x.shape) < 0.01] *= 200
         x[0, : n_columns // 2] = 0
-        x[-1] *= np.float32(2.0 ** rng.integers(-110, -60))
+        x[[1, -1]] *= np.float32(2.0 ** rng.integers(-110, -60))
         scheme, parts, _ = coded(kind, group_size, w, "f16" if n_rows < 100 else "f32")
         for bits in (16, 8):
-            got = kernels.matmul(scheme, w.shape, parts, x, threads=2, activation_bits=bits)
             want = integer_product(scheme, w, parts, x, bits)
-            np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+            for n_tokens in (*range(1, 14), len(x)):
+                got = kernels.matmul(scheme, w.shape, parts, x[:n_tokens], threads=2, activation_bits=bits)
+                np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -342,7 +343,7 @@ def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
     want = integer_product(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
-    for rows_of_x in (x[:1], x[1:2], x[:2], x[:3], x[:4], x):
+    for rows_of_x in (x[1:2], *(x[:n] for n in range(1, 15))):
         got = kernels.matmul(scheme, (16, n), parts, rows_of_x, activation_bits=bits)
         first = 1 if rows_of_x[0, 0] < 0 else 0
         np.testing.assert_array_equal(got, want[first : first + len(got)])

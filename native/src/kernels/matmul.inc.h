@@ -3,8 +3,8 @@
 // Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of int4o then
 // y += float(asum) * (w_offset * a_scale).
 // Float form (3): one chain of fused multiply-adds a row, or a block of it, columns ascending.
-// GEMV (up to kFewTokens tokens) unpacks in registers, several tiles side by side: so many streams keep more of memory busy
-// than one. GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
+// GEMV (up to kTokens tokens, of floats one) unpacks in registers, several tiles side by side: so many streams keep more of
+// memory busy than one. GEMM unpacks a block of kGemmTiles tiles into the cache and runs all tokens over it.
 
 constexpr int64_t kPrefetchOctets = 16;  // columns / 8 that a GEMV fetches ahead
 
@@ -52,6 +52,7 @@ inline void write_sums(const float* sums, int64_t n_tokens, int64_t n_tiles, flo
 template <int kPair>
 inline vi nibble_pair(vi line) {
   constexpr int kShift = 4 * kPair;
+  if constexpr (kPair == 3) return (vi)((vsu)line >> kShift);
   return (vi)(((vu)line >> kShift) & 0x000F000Fu);
 }
 // The columns 0..3 or 4..7 of a line of 4-bit codes, as bytes.
@@ -328,57 +329,80 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   write_sums(sums, n_tokens, n_tiles, y + first * ldy + tile * kTileRows, ldy);
 }
 
-// The operands of 8 columns of one vector of rows, in the order of the activations' dwords. Where 16-bit activations meet
-// codes of 4 bits, the high nibbles stay where they are, which makes their products 16 times as large.
-template <Kind kKind, int kBits>
-inline void load_octet(const uint32_t* line, int64_t next, vi (&w)[4]) {
-  vi x = load_bits(line);
-  keep(x);
+// 8 columns of one vector of rows, as they are stored: x, and of kinds of whole bytes y. Of those of 4 bits that are looked
+// up, the bytes that they stand for.
+struct Octet {
+  vi x, y;
+};
+template <Kind kKind>
+inline Octet load_octet(const uint32_t* line, int64_t next) {
+  Octet o = {load_bits(line), vi{}};
+  keep(o.x);
+  if constexpr (kKind == Kind::kInt8) {
+    o.y = load_bits(line + next);
+    keep(o.y);
+  }
+  if constexpr (kKind == Kind::kE2m1) o = {doubled_e2m1(nibble_bytes<0>(o.x)), doubled_e2m1(nibble_bytes<1>(o.x))};
+  return o;
+}
+// Their operand for dword kDword of the activations. kApart: of codes of 4 bits, those of odd dwords stay where they are in
+// their bytes, 16 times as large as they should be, which saves shifts.
+template <Kind kKind, int kBits, bool kApart, int kDword>
+inline vi operand(const Octet& o) {
   if constexpr (is_bytes(kKind)) {
-    vi y;
-    if constexpr (kKind == Kind::kE2m1) {
-      y = doubled_e2m1(nibble_bytes<1>(x)), x = doubled_e2m1(nibble_bytes<0>(x));
-    } else {
-      y = load_bits(line + next);
-      keep(y);
-    }
-    if constexpr (kBits == 16) {
-      w[0] = byte_pair<0>(x), w[1] = byte_pair<0>(y), w[2] = byte_pair<1>(x), w[3] = byte_pair<1>(y);
-    } else {
-      const vi bias = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
-      w[0] = x ^ bias, w[1] = y ^ bias;
-    }
-  } else if constexpr (kBits == 16) {
-    const vi y = (vi)((vu)x >> 8);
-    w[0] = x & 0x000F000F, w[1] = x & 0x00F000F0, w[2] = y & 0x000F000F, w[3] = y & 0x00F000F0;
+    const vi half = kDword % 2 == 0 ? o.x : o.y;
+    if constexpr (kBits == 16) return byte_pair<kDword / 2>(half);
+    return half ^ splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+  } else if constexpr (kBits == 8) {
+    return nibble_bytes<kDword>(o.x);
+  } else if constexpr (kApart) {
+    return (vi)((vu)o.x >> kDword / 2 * 8) & (kDword % 2 == 0 ? 0x000F000F : 0x00F000F0);
   } else {
-    w[0] = nibble_bytes<0>(x), w[1] = nibble_bytes<1>(x);
+    return nibble_pair<kDword>(o.x);
   }
 }
-// Their products are added to two sums. Those of high nibbles that stay where they are all go to `high`.
-template <Kind kKind, int kBits>
-inline void add_octet(const vi (&w)[4], const vi (&a)[4], vi& low, vi& high) {
-  if constexpr (kBits == 8) {
-    low = eight_products<kKind>(low, w[0], a[0], w[1], a[1]);
-  } else {
-    constexpr int kLow = is_bytes(kKind) ? 1 : 2;
-    low = dot(dot(low, w[0], a[0]), w[kLow], a[kLow]);
-    high = dot(dot(high, w[3 - kLow], a[3 - kLow]), w[3], a[3]);
+// Their products with the activations a [dword][token], from kDword on, for vectors of rows from `first` on. kApart: `odd`
+// is the sum of the odd dwords'. (Kept, or GCC adds several products to one another before it adds them to the sum, for
+// which there are too few registers.)
+template <Kind kKind, int kBits, bool kApart, int kDword = 0, int kN, int kTokensNow, int kV>
+[[gnu::always_inline]] inline void add_octets(const Octet (&octets)[kN], const int32_t* a, int first,
+                                              vi (&sum)[kTokensNow][kV], vi (&odd)[kTokensNow][kV]) {
+  vi w[kN], w1[kN];
+#pragma GCC unroll 4
+  for (int i = 0; i < kN; i++) {
+    w[i] = operand<kKind, kBits, kApart, kDword>(octets[i]);
+    if constexpr (kBits == 8) w1[i] = operand<kKind, kBits, kApart, 1>(octets[i]);
   }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokensNow; t++) {
+    const vi av = splat_int(a[kDword * kTokensNow + t]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kN; i++) {
+      vi& acc = kApart && kDword % 2 == 1 ? odd[t][first + i] : sum[t][first + i];
+      if constexpr (kBits == 16) acc = dot(acc, w[i], av);
+      if constexpr (kBits == 8) acc = eight_products<kKind>(acc, w[i], av, w1[i], splat_int(a[kTokensNow + t]));
+      if constexpr (kTokensNow > 2) keep(acc);
+    }
+  }
+  if constexpr (kBits == 16 && kDword < 3) add_octets<kKind, kBits, kApart, kDword + 1>(octets, a, first, sum, odd);
 }
 
-// kTokensNow tokens, all there are, and kTilesNow tiles.
+// kTokensNow tokens, all there are, and up to kTilesNow tiles; where there are fewer, the last one is taken again.
 template <Kind kKind, int kBits, int kTokensNow, int kTilesNow>
-void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile) {
+void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, float* sums) {
   constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   constexpr int kV = kTilesNow * kVectors;
+  constexpr bool kApart = kBits == 16 && 2 * kTokensNow <= kTokens;
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
   const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
+  int64_t tiles[kTilesNow];  // behind the first one
+#pragma GCC unroll 4
+  for (int j = 0; j < kTilesNow; j++) tiles[j] = j < n_tiles ? j : n_tiles - 1;
   const uint32_t* line = w.lines + tile * n_lines * 16;
   const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
-  vf sum[kTokensNow][kV] = {};
+  for (int i = 0; i < kTokensNow * kV; i++) store(sums + i * kLanes, vf{});  // [token][vector of rows]
   for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
     const int64_t begin = block * octets_a_block;
     const int64_t end = begin + octets_a_block < n_octets ? begin + octets_a_block : n_octets;
@@ -386,18 +410,17 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     const int64_t ahead = (end + kPrefetchOctets <= n_octets ? kPrefetchOctets * kLines
                                                              : kPrefetchOctets * kLines + (kTilesNow - 1) * n_lines) *
                           16;
-    const int64_t at = (tile * n_groups + group) * 16;
-    auto place = [&](int i) { return at + i / kVectors * n_groups * 16 + i % kVectors * kLanes; };
+    const auto place = [&](int i) { return ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes; };
     const int32_t* const neg8_sums = x.neg8_sums + block * kTokensNow;
-    vi low[kTokensNow][kV], high[kTokensNow][kV];
+    vi isum[kTokensNow][kV], odd[kTokensNow][kV];
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
       vi points = {};
       if constexpr (kKind == Kind::kInt4z) points = zero_point_lanes(w.zero_points + place(i));
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int t = 0; t < kTokensNow; t++) {
-        low[t][i] = start_of_sum<kKind, kBits>(neg8_sums[t], points);
-        high[t][i] = vi{};
+        isum[t][i] = start_of_sum<kKind, kBits>(neg8_sums[t], points);
+        odd[t][i] = vi{};
       }
     }
     for (int64_t octet = begin; octet < end; octet++, a += kDwords * kTokensNow, line += kLines * 16) {
@@ -406,57 +429,67 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
 #pragma GCC unroll 4
       for (int j = 0; j < kTilesNow; j++) {
 #pragma GCC unroll 4
-        for (int l = 0; l < kLines; l++) prefetch(line + j * n_lines * 16 + ahead + l * 16);
+        for (int l = 0; l < kLines; l++) prefetch(line + tiles[j] * n_lines * 16 + ahead + l * 16);
       }
+      // All vectors of rows meet an activation at a time, or, where there are few of these, a vector meets all of them.
+      constexpr int kNow = kTokensNow == 1 ? 1 : kV;
 #pragma GCC unroll 4
-      for (int i = 0; i < kV; i++) {
-        vi weights[4];
-        load_octet<kKind, kBits>(line + i / kVectors * n_lines * 16 + i % kVectors * kLanes, next, weights);
+      for (int first = 0; first < kV; first += kNow) {
+        Octet octets[kNow];
 #pragma GCC unroll 4
-        for (int t = 0; t < kTokensNow; t++) {
-          vi av[4];
-#pragma GCC unroll 4
-          for (int p = 0; p < kDwords; p++) av[p] = splat_int(a[p * kTokensNow + t]);
-          add_octet<kKind, kBits>(weights, av, low[t][i], high[t][i]);
+        for (int i = 0; i < kNow; i++) {
+          const uint32_t* const from = line + tiles[(first + i) / kVectors] * n_lines * 16;
+          octets[i] = load_octet<kKind>(from + (first + i) % kVectors * kLanes, next);
         }
+        add_octets<kKind, kBits, kApart>(octets, a, first, isum, odd);
       }
     }
+    vf w_scales[kV], w_offsets[kV];
 #pragma GCC unroll 4
+    for (int i = 0; i < kV; i++) {
+      w_scales[i] = weight_scale<kKind>(scales, place(i));
+      if constexpr (kKind == Kind::kInt4o) w_offsets[i] = offsets.lanes(place(i));
+    }
+#pragma GCC unroll 16
     for (int t = 0; t < kTokensNow; t++) {
       const vf a_scale = splat(x.scales[block * kTokensNow + t]);
 #pragma GCC unroll 4
       for (int i = 0; i < kV; i++) {
-        const vi isum = low[t][i] + (is_bytes(kKind) ? high[t][i] : high[t][i] >> 4);
-        sum[t][i] += __builtin_convertvector(isum, vf) * (weight_scale<kKind>(scales, place(i)) * a_scale);
-        if constexpr (kKind == Kind::kInt4o) {
-          sum[t][i] += sum_of_activations(neg8_sums[t]) * (offsets.lanes(place(i)) * a_scale);
-        }
+        if constexpr (kApart) isum[t][i] += is_bytes(kKind) ? odd[t][i] : odd[t][i] >> 4;
+        float* const sum = sums + (t * kV + i) * kLanes;
+        vf next = load(sum) + __builtin_convertvector(isum[t][i], vf) * (w_scales[i] * a_scale);
+        if constexpr (kKind == Kind::kInt4o) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
+        store(sum, next);
       }
     }
     if (++in_group == blocks_a_group) group++, in_group = 0;
   }
-#pragma GCC unroll 4
   for (int t = 0; t < kTokensNow; t++) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kV; i++) store(y + t * ldy + tile * kTileRows + i * kLanes, sum[t][i]);
+    for (int64_t i = 0; i < n_tiles * kVectors; i++) {
+      store(y + t * ldy + tile * kTileRows + i * kLanes, load(sums + (t * kV + i) * kLanes));
+    }
   }
 }
 
-// Up to kTokensNow tokens: codes are unpacked in registers, kStreams tiles side by side for one token, kFewStreams for more.
+// Up to kTokensNow tokens, of kStreams tiles side by side for one token, of kTiles for more.
 template <Kind kKind, int kBits, int kTokensNow>
-void int_gemv_up_to(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end) {
+void int_gemv_up_to(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end,
+                    float* sums) {
   if constexpr (kTokensNow > 1) {
-    if (x.n_tokens < kTokensNow) return int_gemv_up_to<kKind, kBits, kTokensNow - 1>(w, x, y, ldy, tile, tile_end);
+    if (x.n_tokens < kTokensNow) return int_gemv_up_to<kKind, kBits, kTokensNow - 1>(w, x, y, ldy, tile, tile_end, sums);
   }
-  constexpr int kNow = kTokensNow == 1 ? kStreams : kFewStreams;
-  for (; tile + kNow <= tile_end; tile += kNow) int_gemv<kKind, kBits, kTokensNow, kNow>(w, x, y, ldy, tile);
-  for (; tile < tile_end; tile++) int_gemv<kKind, kBits, kTokensNow, 1>(w, x, y, ldy, tile);
+  constexpr int kNow = kTokensNow == 1 ? kStreams : kTiles;
+  for (; tile < tile_end; tile += kNow) {
+    int_gemv<kKind, kBits, kTokensNow, kNow>(w, x, y, ldy, tile, tile_end - tile < kNow ? tile_end - tile : kNow, sums);
+  }
 }
 
 template <Kind kKind, int kBits>
 void int_tiles(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end,
                void* scratch) {
-  if (x.n_tokens <= kFewTokens) return int_gemv_up_to<kKind, kBits, kFewTokens>(w, x, y, ldy, tile, tile_end);
+  if (x.n_tokens <= kTokens) {
+    return int_gemv_up_to<kKind, kBits, kTokens>(w, x, y, ldy, tile, tile_end, static_cast<float*>(scratch));
+  }
   for_parts(tile, tile_end, x.n_tokens, [&](int64_t t, int64_t n_tiles, int64_t first, int64_t n_tokens) {
     int_gemm<kKind, kBits>(w, x, y, ldy, t, n_tiles, first, n_tokens, static_cast<uint32_t*>(scratch));
   });

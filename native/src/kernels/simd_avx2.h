@@ -7,8 +7,6 @@ constexpr int kTokens = 6;
 constexpr int kByteTokens = 4;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
 constexpr int kStreams = 2;
-constexpr int kFewTokens = 2;  // that a GEMV takes at once, kFewStreams tiles of them
-constexpr int kFewStreams = 1;
 #ifdef W4CONV_VNNI
 // AVX-VNNI has an encoding of its own; that of AVX-512 does the same, for a build to test the tier where only that exists.
 #ifdef __AVXVNNI__

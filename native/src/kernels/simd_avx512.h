@@ -7,8 +7,6 @@ constexpr int kTokens = 12;
 constexpr int kByteTokens = 12;  // the same, with activations of 8 bits
 constexpr int kTiles = 2;
 constexpr int kStreams = 4;
-constexpr int kFewTokens = 4;  // that a GEMV takes at once, kFewStreams tiles of them
-constexpr int kFewStreams = 2;
 
 #ifdef W4CONV_VNNI
 inline const char* dot_instruction() { return "vpdpwssd zmm"; }

@@ -8,9 +8,7 @@ constexpr int kLanes = 4;
 constexpr int kTokens = 2;
 constexpr int kByteTokens = 2;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
-constexpr int kStreams = 1;    // tiles that a GEMV reads side by side
-constexpr int kFewTokens = 2;  // that a GEMV takes at once, kFewStreams tiles of them
-constexpr int kFewStreams = 1;
+constexpr int kStreams = 1;  // tiles that a GEMV of one token reads side by side
 // Whether dot_bytes takes any unsigned byte as a weight, or only codes of 4 bits.
 constexpr bool kWideBytes = false;
 
