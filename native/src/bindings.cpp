@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unordered_set.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "engine/dequantize.h"
 #include "engine/model.h"
 #include "lost_pages.h"
+#include "vocabulary.h"
 #include "w4conv/cpu.h"
 
 namespace nb = nanobind;
@@ -580,6 +582,25 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
                 lows.data(), errors.data());
 }
 
+class BoundVocabulary {
+ public:
+  explicit BoundVocabulary(nb::bytes document) : document_(std::move(document)), own_({document_.c_str(), document_.size()}) {}
+  nb::bytes shortened(const std::string& seen, const std::unordered_set<std::string>& kept, const std::string& more) const {
+    const std::string out = own_.shortened(seen, kept, more);
+    return nb::bytes(out.data(), out.size());
+  }
+  std::optional<nb::bytes> token(int64_t id) const {
+    const std::optional<std::string> found = own_.token(id);
+    return found ? std::optional(nb::bytes(found->data(), found->size())) : std::nullopt;
+  }
+  std::optional<int64_t> id(const std::string& token) const { return own_.id(token); }
+  size_t size() const { return own_.size(); }
+
+ private:
+  nb::bytes document_;
+  Vocabulary own_;
+};
+
 bool cut(Session& s, int64_t n) {
   require(n >= 0 && n <= s.n_tokens(), "a session can only be cut to fewer tokens");
   return s.truncate(n);
@@ -597,6 +618,7 @@ KvConfig kv_config(int64_t n_positions, const std::string& kind, int64_t window)
 NB_MODULE(_native, m) {
   using namespace w4conv;
   m.doc() = "Kernels and engine of w4conv; call them through w4conv.kernels and w4conv.runtime.";
+  nb::set_leak_warnings(false);  // objects that live as long as the interpreter are no fault
   m.attr("BUILD") = W4CONV_BUILD;
   m.attr("MAX_TOKENS") = Model::kMaxTokens;
   m.def("isa_tiers", [] {
@@ -641,6 +663,13 @@ NB_MODULE(_native, m) {
         "q"_a);
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "grid"_a,
         "scales"_a, "lows"_a, "errors"_a);
+
+  nb::class_<BoundVocabulary>(m, "Vocabulary")
+      .def(nb::init<nb::bytes>(), "document"_a)
+      .def("shortened", &BoundVocabulary::shortened, "seen"_a, "kept"_a, "more"_a)
+      .def("token", &BoundVocabulary::token, "id"_a)
+      .def("id", &BoundVocabulary::id, "token"_a)
+      .def("__len__", &BoundVocabulary::size);
 
   m.def("explain_lost_pages", &explain_lost_pages);
   m.def("read", &read_all, "pool"_a, "data"_a);

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from helpers import BOS, data_dir, make_llama_dir, tiny_tokenizer
 from tokenizers import AddedToken
-from vocabularies import gguf_vocabulary, tokenizer_files
+from tokenizers import Tokenizer as Reference
+from vocabularies import NPM, gguf_vocabulary, tokenizer_file, tokenizer_files
 
 import w4conv
 from w4conv.container import open_container
 from w4conv.export import export
+from w4conv.runtime import package_tokenizer
+from w4conv.runtime.package_tokenizer import PackageTokenizer
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources._files import MappedFile
 from w4conv.sources.gguf_header import GgufHeader
@@ -48,6 +51,22 @@ def test_published_vectors(name: str) -> None:
     for text, expected in vectors(texts):
         for tokenizer in tokenizers:
             assert tokenizer.encode(text, add_bos=False) == expected, text
+
+
+@pytest.mark.parametrize("name", sorted(NPM))
+def test_parts_of_a_vocabulary_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_tokenizer, "_FEW", 1 << 30)
+    document = tokenizer_file(name, "tokenizer.json")
+    ours, whole = PackageTokenizer(document), Reference.from_str(document.decode())
+    marks = [token["content"] for token in json.loads(document)["added_tokens"][:3]]
+    texts = [text for text, _ in vectors(data_dir("tokenizer-vectors", "ggml-vocab-qwen2.gguf.inp"))]
+    texts += [whole.decode([*range(start, start + 40)]) for start in range(500, 30_000, 3_000)]
+    for text in [*texts, "".join(texts), *(f"{mark} a{mark}  b\n{mark}" for mark in marks)]:
+        assert ours.encode(text) == whole.encode(text, add_special_tokens=False).ids, text
+    assert "_whole" not in vars(ours)
+    for i in (*range(0, whole.get_vocab_size(), 997), whole.get_vocab_size() - 1):
+        assert ours.token(i) == whole.id_to_token(i)
+    assert ours.n_tokens == whole.get_vocab_size()
 
 
 @pytest.mark.parametrize("name", ["command-r", "mpt", "refact", "starcoder"])

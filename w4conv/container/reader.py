@@ -279,6 +279,9 @@ class _Blobs(Mapping[str, bytes]):
             raise FormatError(f"{self._container.path}: blob {name!r} does not match its digest", clause="5.1")
         return data
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 

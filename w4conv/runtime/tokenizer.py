@@ -12,17 +12,15 @@ UTF-8 sequences, and decoders strip the space at the start of what they take for
 from __future__ import annotations
 
 import codecs
-import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as _Tokenizer
 
 from w4conv.errors import InputError, UsageError
+from w4conv.runtime.package_tokenizer import PackageTokenizer
 
 # Tokens by which chat models end a turn. A model may name only one of them as its EOS, or none.
 END_OF_TURN: Final = (
@@ -50,15 +48,15 @@ class Tokenizer:
                 "work without it, and Model.logits takes token ids. Put tokenizer.json beside the weights and convert "
                 "again"
             )
-        self._tokenizer = _load(blobs["tokenizer.json"])
-        self._pieces = _Pieces(_decoder_of(self._tokenizer))
+        self._tokenizer = PackageTokenizer(blobs["tokenizer.json"])
+        self._pieces = _Pieces(self._tokenizer.decoder)
         self._config = json_object(blobs, "config.json")
         self._generation = json_object(blobs, "generation_config.json")
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
         self._add_tokens()
-        self._special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        self.n_tokens: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
+        self.n_tokens = self._tokenizer.n_tokens
         self.bos_id = self._named_id("bos")
         self.adds_bos = self._adds_bos()
         self.special_tokens = self._special_tokens()
@@ -68,8 +66,7 @@ class Tokenizer:
 
         Raises UsageError when a BOS is asked for and the model has none.
         """
-        with _package_errors("cannot be used"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(text)
         if add_bos is None:
             add_bos = self.adds_bos
         if not add_bos:
@@ -80,13 +77,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a text of its own, without special tokens."""
-        with _package_errors("cannot be used"):
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that a token adds to a text; none for special tokens and for ids beyond the vocabulary."""
-        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in self._special_ids else self._tokenizer.token(token_id)
         return b"" if token is None else self._pieces.to_bytes(token)
 
     def stream(self, *, at_start: bool) -> StreamDecoder:
@@ -100,7 +95,7 @@ class Tokenizer:
         if named is not None:
             ids.add(named)
         if chat:
-            found = {token: self._tokenizer.token_to_id(token) for token in END_OF_TURN}
+            found = {token: self._tokenizer.id(token) for token in END_OF_TURN}
             if found["<|return|>"] is not None:  # gpt-oss: a turn has several messages, each with an end of its own
                 del found["<|end|>"]
             ids |= {i for i in found.values() if i is not None and i in self._special_ids}
@@ -111,7 +106,7 @@ class Tokenizer:
 
         Raises InputError for a token that would not get the id it is said to have.
         """
-        known = self._tokenizer.get_added_tokens_decoder()
+        known = self._tokenizer.added
         found: dict[int, AddedToken] = {}
         decoder = self._settings.get("added_tokens_decoder")
         for key, value in decoder.items() if isinstance(decoder, dict) else ():
@@ -120,15 +115,14 @@ class Tokenizer:
         named = {token.content for token in (known | found).values()}
         for name in SPECIAL_NAMES:
             for value in (self._settings.get(name), self._map.get(name)):
-                token_id = self._tokenizer.token_to_id(_token_text(value) or "")
+                token_id = self._tokenizer.id(_token_text(value) or "")
                 if token_id is not None and _token_text(value) not in named:
                     found.setdefault(token_id, _added_token(value, special=True))
         changed = {i: token for i, token in sorted(found.items()) if _flags(token) != _flags(known.get(i))}
-        with _package_errors("cannot be used"):
-            for special, tokens in itertools.groupby(changed.values(), key=lambda token: token.special):
-                (self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens)(list(tokens))
+        if changed:
+            self._tokenizer.add(list(changed.values()))
         for token_id, token in changed.items():
-            got = self._tokenizer.token_to_id(token.content)
+            got = self._tokenizer.id(token.content)
             if got != token_id:
                 raise InputError(
                     f"tokenizer_config.json: the added token {token.content!r} is said to be {token_id}, but after the "
@@ -138,7 +132,7 @@ class Tokenizer:
     def _named_id(self, kind: str) -> int | None:
         for source in (self._settings, self._map):
             token = _token_text(source.get(f"{kind}_token"))
-            token_id = None if token is None else self._tokenizer.token_to_id(token)
+            token_id = None if token is None else self._tokenizer.id(token)
             if token_id is not None:
                 return int(token_id)
         for source in (self._config, self._generation):
@@ -152,8 +146,7 @@ class Tokenizer:
         setting = self._settings.get("add_bos_token")
         if isinstance(setting, bool):
             return setting
-        with _package_errors("cannot be used"):
-            return self.bos_id in self._tokenizer.encode("a", add_special_tokens=True).ids[:1]
+        return self.bos_id == self._tokenizer.first_id()
 
     def _special_tokens(self) -> dict[str, str]:
         out: dict[str, str] = {}
@@ -164,7 +157,7 @@ class Tokenizer:
                 out[name] = token
         for kind in ("bos", "eos"):  # where only ids are known
             token_id = self._named_id(kind)
-            token = None if token_id is None else self._tokenizer.id_to_token(token_id)
+            token = None if token_id is None else self._tokenizer.token(token_id)
             if token is not None:
                 out.setdefault(f"{kind}_token", token)
         return out
@@ -221,11 +214,6 @@ class _Pieces:
         return token.replace(_SPACE, " ").encode()
 
 
-def _decoder_of(tokenizer: _Tokenizer) -> object:
-    """The `decoder` of tokenizer.json as the package has read it: large files are parsed once, not twice."""
-    return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-
-
 def _decoder_steps(decoder: object) -> Iterable[Mapping[str, Any]]:
     if not isinstance(decoder, dict):
         return
@@ -279,28 +267,6 @@ def highest_ids(document: bytes) -> tuple[int, int]:
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
     added_ids = set(_ids([token.get("id") for token in added or () if isinstance(token, dict)]))
     return max((i for i in _ids(list(ids)) if i not in added_ids), default=-1), max(added_ids, default=-1)
-
-
-@contextmanager
-def _package_errors(what: str) -> Iterator[None]:
-    """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
-    try:
-        yield
-    except BaseException as error:
-        # The package panics on some inputs; its PanicException is no Exception, and has no name to import.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise InputError(f"tokenizer.json {what} by the tokenizers package: {error}") from None
-        raise
-
-
-def _load(text: bytes) -> _Tokenizer:
-    with _package_errors("cannot be read"):
-        tokenizer = _Tokenizer.from_str(text.decode())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if getattr(tokenizer.model, "dropout", None):
-        tokenizer.model.dropout = None  # a training aid; encoding is the same every time
-    return tokenizer
 
 
 def _ids(value: object) -> list[int]:

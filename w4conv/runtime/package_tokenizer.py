@@ -1,0 +1,192 @@
+"""The tokenizers package on a tokenizer.json, with as much of the vocabulary as a text can need.
+
+Building all of a large vocabulary takes the package 0.3 to 1.3 seconds, which is longer than the first token takes. BPE
+joins what stands side by side, so that a token with bytes in a row that the text does not have can neither come out of it
+nor be a step on the way. The first short texts are encoded without such tokens, which gives the same ones; long texts, and
+files that are not plain BPE, have the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as _Package
+
+from w4conv import _native
+from w4conv.errors import InputError
+
+_FEW: Final = 4  # texts, after which the whole vocabulary pays
+_SHORT: Final = 1 << 14  # characters of a text that is worth it
+_UNSEEN: Final = "\0unseen"  # stands for any character that a text does not have
+
+
+class PackageTokenizer:
+    """document: a tokenizer.json. Methods raise InputError where the package cannot take it.
+
+    added: id -> added token.
+    decoder: the value of that key of the document.
+    """
+
+    def __init__(self, document: bytes) -> None:
+        self._document = document
+        self._later: list[AddedToken] = []
+        self._n_texts = 0
+        self._parts, small = _parts_of(document)
+        self._base = small or self._whole
+
+    def add(self, tokens: Sequence[AddedToken]) -> None:
+        """Those that the vocabulary lacks get the ids behind it, in this order."""
+        self._later += tokens
+        if self._parts is None:
+            _add(self._base, tokens)
+        else:
+            self._parts.add(token.content for token in tokens)
+            self._base = _build(self._parts.document(), self._later)
+
+    @property
+    def added(self) -> dict[int, AddedToken]:
+        tokens: dict[int, AddedToken] = self._base.get_added_tokens_decoder()
+        return tokens
+
+    @property
+    def n_tokens(self) -> int:
+        """Size of the vocabulary with added tokens."""
+        if self._parts is not None:
+            return len(self._parts)
+        return int(self._base.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def decoder(self) -> Any:
+        return None if self._base.decoder is None else json.loads(self._base.decoder.__getstate__())
+
+    def token(self, token_id: int) -> str | None:
+        token: str | None = self._base.id_to_token(token_id)
+        return self._parts.id_to_token(token_id) if token is None and self._parts is not None else token
+
+    def id(self, token: str) -> int | None:
+        return self._base.token_to_id(token) if self._parts is None else self._parts.token_to_id(token)
+
+    def first_id(self) -> int | None:
+        """What the post-processor puts before a text, or the first token of one."""
+        with package_errors("cannot be used"):
+            ids: list[int] = self._base.encode("a", add_special_tokens=True).ids
+        return ids[0] if ids else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without what the post-processor adds."""
+        with package_errors("cannot be used"):
+            ids: list[int] = self._for(text).encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        with package_errors("cannot be used"):
+            text: str = self._whole.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @functools.cached_property
+    def _whole(self) -> _Package:
+        return _build(self._document, self._later)
+
+    def _for(self, text: str) -> _Package:
+        """A tokenizer that encodes this text as the whole one does."""
+        self._n_texts += 1
+        if self._parts is None or self._n_texts > _FEW or len(text) > _SHORT:
+            return self._whole
+        # The text as the model gets it, from normalizer and pre-tokenizer: one of all its characters and of no merges.
+        characters = {*text, *pre_tokenizers.ByteLevel.alphabet(), "▁"}
+        cutter = _build(self._parts.document(), self._later)
+        vocab = {token: i for i, token in enumerate([_UNSEEN, *characters])}
+        cutter.model = models.BPE(vocab=vocab, merges=[], unk_token=_UNSEEN)
+        seen = cutter.encode(text, add_special_tokens=False).tokens
+        return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later)
+
+
+class _Parts:
+    """A vocabulary of byte pairs, and documents with parts of it. Ids are those of the whole."""
+
+    def __init__(self, vocabulary: _native.Vocabulary, kept: Iterable[str]) -> None:
+        self._vocabulary = vocabulary
+        self._kept = set(kept)
+        self._more: dict[str, int] = {}
+
+    def add(self, tokens: Iterable[str]) -> None:
+        """To be in every document; those that the vocabulary lacks get the ids behind it."""
+        for token in tokens:
+            if self.token_to_id(token) is None:
+                self._more[token] = len(self)
+            self._kept.add(token)
+
+    def document(self, seen: str = "a") -> bytes:
+        """With all tokens that BPE can make of `seen`."""
+        return self._vocabulary.shortened(seen, self._kept, json.dumps(self._more)[1:-1])
+
+    def __len__(self) -> int:
+        return len(self._vocabulary) + len(self._more)
+
+    def token_to_id(self, token: str) -> int | None:
+        found = self._vocabulary.id(token)
+        return self._more.get(token) if found is None else found
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Of the file's own."""
+        found = self._vocabulary.token(token_id)
+        return None if found is None else found.decode(errors="replace")
+
+
+def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
+    """And a tokenizer with hardly any of them. None where the package needs the whole document."""
+    try:
+        vocabulary = _native.Vocabulary(document)
+        settings = json.loads(vocabulary.shortened("", set(), ""))
+        model, added = settings["model"], settings["added_tokens"]
+        plain = model["type"] == "BPE" and not any(
+            model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
+        )
+        # A vocabulary that has one of those would take it for a word where it is only a part of one.
+        if not plain or any(token["single_word"] for token in added):
+            return None, None
+        parts = _Parts(vocabulary, [f"<0x{byte:02X}>" for byte in range(256)] + [model.get("unk_token") or ""])
+        parts.add(token["content"] for token in added)
+        if any(parts.token_to_id(token["content"]) != token["id"] for token in added):
+            return None, None
+        return parts, _build(parts.document(), [])
+    except (ValueError, TypeError, LookupError, InputError):
+        return None, None  # the package says what is wrong with it
+
+
+def _build(document: bytes, later: Sequence[AddedToken]) -> _Package:
+    with package_errors("cannot be read"):
+        package = _Package.from_str(document.decode())
+    package.no_truncation()
+    package.no_padding()
+    if getattr(package.model, "dropout", None):
+        package.model.dropout = None  # a training aid; encoding is the same every time
+    _add(package, later)
+    return package
+
+
+def _add(package: _Package, tokens: Iterable[AddedToken]) -> None:
+    with package_errors("cannot be used"):
+        for special, group in itertools.groupby(tokens, key=lambda token: token.special):
+            (package.add_special_tokens if special else package.add_tokens)(list(group))
+
+
+@contextmanager
+def package_errors(what: str) -> Iterator[None]:
+    """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        # The package panics on some inputs; its PanicException is no Exception, and has no name to import.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise InputError(f"tokenizer.json {what} by the tokenizers package: {error}") from None
+        raise
