@@ -584,7 +584,8 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
 
 class BoundVocabulary {
  public:
-  explicit BoundVocabulary(nb::bytes document) : document_(std::move(document)), own_({document_.c_str(), document_.size()}) {}
+  explicit BoundVocabulary(nb::bytes document)
+      : document_(std::move(document)), own_({document_.c_str(), document_.size()}) {}
   nb::bytes shortened(const std::string& seen, const std::unordered_set<std::string>& kept, const std::string& more) const {
     const std::string out = own_.shortened(seen, kept, more);
     return nb::bytes(out.data(), out.size());

@@ -44,7 +44,8 @@ class Reader {
     peek();
     const size_t begin = at_;
     uint32_t n = 0;
-    for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9' && n < kMaxId; ++at_) n = 10 * n + (text_[at_] - '0');
+    for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9' && n < kMaxId; ++at_)
+      n = 10 * n + (text_[at_] - '0');
     if (at_ == begin || n >= kMaxId) refuse();
     return n;
   }
@@ -96,7 +97,10 @@ uint32_t hex4(std::string_view digits) {
   if (digits.size() < 4) refuse();
   for (int i = 0; i < 4; ++i) {
     const char c = digits[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    const int digit = c >= '0' && c <= '9'   ? c - '0'
+                      : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                      : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                             : -1;
     if (digit < 0) refuse();
     n = n << 4 | digit;
   }

@@ -43,17 +43,23 @@ def test_short_run(name: str) -> None:
     assert n_accepted < N[name]
 
 
-def test_short_run_of_the_c_reader(tmp_path: Path) -> None:
-    """libFuzzer on the C reader, with both sanitizers, from the vectors on."""
-    clang = shutil.which("clang")
-    program = tmp_path / "fuzzer"
-    source = ROOT / "tests/fuzz/c_reader_fuzzer.c"
-    flags = ["-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-I", ROOT / "formats/c"]
-    if not clang or subprocess.run([clang, *flags, "-o", program, source], capture_output=True).returncode:
+@pytest.mark.parametrize(
+    ("target", "compiler", "fuzzer", "more"),
+    [
+        ("container", "clang", "c_reader_fuzzer.c", ["-Iformats/c"]),
+        ("tokenizer", "clang++", "vocabulary_fuzzer.cpp", ["-std=c++20", "-Inative/src", "native/src/vocabulary.cpp"]),
+    ],
+)
+def test_short_run_of_compiled_code(target: str, compiler: str, fuzzer: str, more: list[str], tmp_path: Path) -> None:
+    """libFuzzer with both sanitizers, from sound inputs on."""
+    clang, program, source = shutil.which(compiler), tmp_path / "fuzzer", ROOT / "tests/fuzz" / fuzzer
+    flags = ["-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", *more]
+    if not clang or subprocess.run([clang, *flags, "-o", program, source], capture_output=True, cwd=ROOT).returncode:
         pytest.skip("there is no clang with libFuzzer")
-    (tmp_path / "corpus").mkdir()
-    command = [program, "-runs=5000", "-seed=1", "-max_len=32768", f"-artifact_prefix={tmp_path}/"]
-    run = subprocess.run(
-        [*command, tmp_path / "corpus", ROOT / "formats/vectors/valid"], capture_output=True, text=True
-    )
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i, raw in enumerate(TARGETS[target].seeds()):
+        (corpus / f"seed-{i}").write_bytes(raw)
+    options = ["-runs=5000", "-seed=1", "-max_len=32768", f"-artifact_prefix={tmp_path}/"]
+    run = subprocess.run([program, *options, corpus], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]

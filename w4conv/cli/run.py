@@ -105,13 +105,13 @@ def run(
                 lookup=lookup,
             )
             figures = statistics(model, generation)
-    if json:
-        _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
-    else:
-        if not generation.text.endswith("\n"):
-            _output.write("\n")
-        if stats:
-            _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
+            # Before the mapping is closed, which takes a large file some 50 ms.
+            if json:
+                _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
+            elif not generation.text.endswith("\n"):
+                _output.write("\n")
+            if stats and not json:
+                _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
     if generation.finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

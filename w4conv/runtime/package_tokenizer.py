@@ -1,9 +1,9 @@
 """The tokenizers package on a tokenizer.json, with as much of the vocabulary as a text can need.
 
 Building all of a large vocabulary takes the package 0.3 to 1.3 seconds, which is longer than the first token takes. BPE
-joins what stands side by side, so that a token with bytes in a row that the text does not have can neither come out of it
-nor be a step on the way. The first short texts are encoded without such tokens, which gives the same ones; long texts, and
-files that are not plain BPE, have the whole vocabulary.
+joins what stands side by side, so that a token with bytes in a row that the text does not have can neither come out of
+it nor be a step on the way. The first short texts are encoded without such tokens, which gives the same ones; long
+texts, and files that are not plain BPE, have the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class PackageTokenizer:
         self._document = document
         self._later: list[AddedToken] = []
         self._n_texts = 0
+        self._parts: _Parts | None
         self._parts, small = _parts_of(document)
         self._base = small or self._whole
 
@@ -48,6 +49,7 @@ class PackageTokenizer:
         else:
             self._parts.add(token.content for token in tokens)
             self._base = _build(self._parts.document(), self._later)
+            vars(self).pop("_whole", None)
 
     @property
     def added(self) -> dict[int, AddedToken]:
@@ -97,7 +99,7 @@ class PackageTokenizer:
     def _for(self, text: str) -> _Package:
         """A tokenizer that encodes this text as the whole one does."""
         self._n_texts += 1
-        if self._parts is None or self._n_texts > _FEW or len(text) > _SHORT:
+        if self._parts is None or "_whole" in vars(self) or self._n_texts > _FEW or len(text) > _SHORT:
             return self._whole
         # The text as the model gets it, from normalizer and pre-tokenizer: one of all its characters and of no merges.
         characters = {*text, *pre_tokenizers.ByteLevel.alphabet(), "▁"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -33,7 +34,7 @@ class Sampler:
         if temperature == 0 and (top_k or top_p < 1 or min_p):
             raise UsageError("top-k, top-p and min-p have no effect at temperature 0 (greedy); set a temperature too")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._seed = seed
 
     def __call__(self, logits: npt.NDArray[np.float32]) -> int:
         """logits: (vocab_size,) float32. Returns a token id."""
@@ -44,6 +45,10 @@ class Sampler:
         cumulative = np.cumsum(p[kept])
         place = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
         return int(kept[min(place, len(kept) - 1)])
+
+    @functools.cached_property
+    def _random(self) -> np.random.Generator:  # greedy choice does without the import
+        return np.random.Generator(np.random.PCG64(self._seed))
 
     def probabilities(self, logits: npt.NDArray[np.float32]) -> F64Array:
         """(vocab_size,) float64 that a draw uses: zero where a filter took the token out; the rest sums to 1."""

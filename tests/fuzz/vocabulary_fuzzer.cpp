@@ -1,0 +1,29 @@
+// Coverage-guided fuzzing of the reader of vocabularies by libFuzzer:
+//
+//     clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -I native/src -o vocabulary_fuzzer
+//         tests/fuzz/vocabulary_fuzzer.cpp native/src/vocabulary.cpp
+//     ./vocabulary_fuzzer corpus
+#include <cstdlib>
+#include <stdexcept>
+
+#include "vocabulary.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  // Memory of its own size, so that a byte read too far is seen.
+  const std::vector<char> exact(data, data + size);
+  const std::string_view document(exact.data(), size);
+  try {
+    const w4conv::Vocabulary vocabulary(document);
+    const auto n = static_cast<int64_t>(vocabulary.size());
+    for (int64_t id = -1; id <= n; ++id) {
+      const auto token = vocabulary.token(id);
+      if (token.has_value() != (id >= 0 && id < n)) std::abort();
+      if (token && vocabulary.id(*token) != id) std::abort();
+    }
+    const std::string some = vocabulary.shortened("the text", {"a", "<s>"}, "\"more\": 1");
+    const std::string all = vocabulary.shortened(document, {}, "");
+    if (all.size() > size || some.size() > size + 10) std::abort();
+  } catch (const std::invalid_argument&) {
+  }
+  return 0;
+}
