@@ -51,7 +51,7 @@ def run(
     lookup: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Draft up to N tokens from the text so far; same output, faster where it repeats"
+            metavar="N", help="Draft up to N tokens from the text so far, say 5; same output, faster where it repeats"
         ),
     ] = 0,
     kv: KvKind = "f16",
