@@ -1,0 +1,331 @@
+// GEMM: a block of kGemmTiles tiles is unpacked into the cache, and all tokens run over it, as many at a time as the
+// registers hold sums. The sums live in scratch memory and go to the output at the end.
+
+// f(tile, n_tiles, first token, n_tokens) over parts that fit the scratch memory.
+template <class F>
+inline void for_parts(int64_t tile, int64_t tile_end, int64_t n_tokens, const F& f) {
+  for (; tile < tile_end; tile += kGemmTiles) {
+    for (int64_t m = 0; m < n_tokens; m += kMaxTokens) {
+      f(tile, tile_end - tile < kGemmTiles ? tile_end - tile : kGemmTiles, m,
+        n_tokens - m < kMaxTokens ? n_tokens - m : kMaxTokens);
+    }
+  }
+}
+
+// sums [panel][token][tile][16] -> rows of y. A panel is kTiles tiles; the last one may have fewer, and then has one.
+inline void write_sums(const float* sums, int64_t n_tokens, int64_t n_tiles, float* y, int64_t ldy) {
+  for (int64_t j = 0; j < n_tiles; j += kTiles) {
+    const int64_t width = (n_tiles - j < kTiles ? 1 : kTiles) * kTileRows;
+    for (int64_t m = 0; m < n_tokens; m++) {
+      for (int64_t i = 0; i < width; i += kLanes) store(y + m * ldy + j * kTileRows + i, load(sums + i));
+      sums += width;
+    }
+  }
+}
+
+// ---- unpacking ------------------------------------------------------------------------------------------------------
+
+// Columns [column, column + n_columns) of kTilesNow tiles -> out [dword of activations][tile][16]: int16 pairs less their
+// offset, or bytes with it.
+template <Kind kKind, int kBits, int kTilesNow>
+void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, const vi* zero_points, uint32_t* out) {
+  constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  const int64_t n_lines = w.n_lines(), n_octets = pad_to(n_columns, 8) / 8;
+  for (int j = 0; j < kTilesNow; j++) {
+    for (int v = 0; v < kVectors; v++) {
+      const uint32_t* line = w.lines + ((tile + j) * n_lines + column / 8 * kLines) * 16 + v * kLanes;
+      const uint32_t* const last = w.lines + ((tile + j) * n_lines + n_lines - 1) * 16 + v * kLanes;
+      const vi offset = kKind == Kind::kInt4z   ? zero_points[j * kVectors + v] * 0x10001
+                        : kKind == Kind::kInt4o ? vi{}
+                                                : splat_int(0x00080008);
+      uint32_t* to = out + j * 16 + v * kLanes;
+      for (int64_t i = 0; i < n_octets; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
+        auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
+        vi x = load_bits(line);
+        if constexpr (is_bytes(kKind)) {
+          vi y = {};
+          if constexpr (kKind == Kind::kE2m1) {
+            y = doubled_e2m1(nibble_bytes<1>(x)), x = doubled_e2m1(nibble_bytes<0>(x));
+          } else if (line < last) {
+            y = load_bits(line + 16);
+          }
+          if constexpr (kBits == 16) {
+            put(0, byte_pair<0>(x)), put(1, byte_pair<0>(y)), put(2, byte_pair<1>(x)), put(3, byte_pair<1>(y));
+          } else {
+            const vi bias = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+            put(0, x ^ bias), put(1, y ^ bias);
+          }
+        } else if constexpr (kBits == 16) {
+          prefetch(line + kPrefetchOctets * 16);
+          put(0, (vi)((vs)nibble_pair<0>(x) - (vs)offset)), put(1, (vi)((vs)nibble_pair<1>(x) - (vs)offset));
+          put(2, (vi)((vs)nibble_pair<2>(x) - (vs)offset)), put(3, (vi)((vs)nibble_pair<3>(x) - (vs)offset));
+        } else {
+          prefetch(line + kPrefetchOctets * 16);
+          put(0, nibble_bytes<0>(x)), put(1, nibble_bytes<1>(x));
+        }
+      }
+    }
+  }
+}
+
+// Columns [column, column + n_columns) of kTilesNow tiles -> out [column][tile][16] (float32).
+template <Kind kKind, int kTilesNow>
+void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, float* out) {
+  constexpr int kColumns = columns_per_dword(kKind);
+  const Levels levels(levels_of(kKind));
+  for (int j = 0; j < kTilesNow; j++) {
+    for (int v = 0; v < kVectors; v++) {
+      const uint32_t* line = w.lines + ((tile + j) * w.n_lines() + column / kColumns) * 16 + v * kLanes;
+      float* to = out + j * 16 + v * kLanes;
+      for (int64_t k = 0; k < n_columns; k += kColumns, line += 16) {
+        auto put = [&](int c, vf x) { store(to + (k + c) * kTilesNow * 16, x); };
+        const vi x = load_bits(line);
+        if constexpr (is_codebook(kKind)) {
+          put(0, level_column<0>(levels, x)), put(1, level_column<1>(levels, x)), put(2, level_column<2>(levels, x));
+          put(3, level_column<3>(levels, x)), put(4, level_column<4>(levels, x)), put(5, level_column<5>(levels, x));
+          put(6, level_column<6>(levels, x)), put(7, level_column<7>(levels, x));
+        } else {
+          put(0, float_column<kKind, 0>(x));
+          if constexpr (kColumns == 2) put(1, float_column<kKind, 1>(x));
+        }
+      }
+    }
+  }
+}
+
+// ---- integers -------------------------------------------------------------------------------------------------------
+
+struct IntBlock {
+  const uint32_t* weights;  // unpacked
+  const vf* w_scales;
+  const vi* zero_points;
+  int64_t n_dwords;
+  const uint32_t* dwords;  // of the first token
+  const float* a_scales;
+  const int32_t* neg8_sums;
+  int64_t stride;  // tokens in the group
+};
+
+// sums [token][tile][16] += a block's products. Inlined: as a function of its own it ran at 0.93 of the speed.
+template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
+[[gnu::always_inline]] inline void int_inner(const IntBlock& b, float* sums) {
+  constexpr int kV = kTilesNow * kVectors;
+  vf w_scales[kV];
+#pragma GCC unroll 4
+  for (int v = 0; v < kV; v++) w_scales[v] = b.w_scales[v];
+  vi acc[kTokensNow][kV];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokensNow; t++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) {
+      if constexpr (kBits == 16) acc[t][v] = vi{};
+      if constexpr (kBits == 8) acc[t][v] = start_of_sum<kKind, kBits>(b.neg8_sums[t], b.zero_points[v]);
+    }
+  }
+  const uint32_t* a = b.dwords;
+  const uint32_t* w = b.weights;
+  if constexpr (kBits == 16) {
+    for (int64_t p = 0; p < b.n_dwords; p++, a += b.stride, w += kV * kLanes) {
+      vi wv[kV];
+#pragma GCC unroll 4
+      for (int v = 0; v < kV; v++) wv[v] = load_bits(w + v * kLanes);
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokensNow; t++) {
+        const vi av = splat_int(static_cast<int32_t>(a[t]));
+#pragma GCC unroll 4
+        for (int v = 0; v < kV; v++) acc[t][v] = dot(acc[t][v], wv[v], av);
+      }
+    }
+  } else {
+    for (int64_t p = 0; p < b.n_dwords; p += 2, a += 2 * b.stride, w += 2 * kV * kLanes) {
+      vi w0[kV], w1[kV];
+#pragma GCC unroll 4
+      for (int v = 0; v < kV; v++) w0[v] = load_bits(w + v * kLanes), w1[v] = load_bits(w + (kV + v) * kLanes);
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokensNow; t++) {
+        const vi a0 = splat_int(static_cast<int32_t>(a[t])), a1 = splat_int(static_cast<int32_t>(a[b.stride + t]));
+#pragma GCC unroll 4
+        for (int v = 0; v < kV; v++) acc[t][v] = eight_products<kKind>(acc[t][v], w0[v], a0, w1[v], a1);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokensNow; t++) {
+    const vf a_scale = splat(b.a_scales[t]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) {
+      float* sum = sums + (t * kV + v) * kLanes;
+      store(sum, load(sum) + __builtin_convertvector(acc[t][v], vf) * (w_scales[v] * a_scale));
+    }
+  }
+}
+
+template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
+[[gnu::always_inline]] inline void int_inner_up_to(int64_t n, const IntBlock& b, float* sums) {
+  if constexpr (kTokensNow > 1) {
+    if (n < kTokensNow) return int_inner_up_to<kKind, kBits, kTilesNow, kTokensNow - 1>(n, b, sums);
+  }
+  int_inner<kKind, kBits, kTilesNow, kTokensNow>(b, sums);
+}
+
+// All tokens of a group of up to kTokenGroup.
+template <Kind kKind, int kBits, int kTilesNow>
+void int_group(IntBlock b, float* sums) {
+  constexpr int kNow = kBits == 8 ? kByteTokens : kTokens;
+  // Codes of 16 bits come without their offset, so that one kernel serves all kinds.
+  constexpr Kind kAs = kBits == 8 ? kKind : Kind::kInt8;
+  for (int64_t t = 0; t < b.stride; t += kNow) {
+    int_inner_up_to<kAs, kBits, kTilesNow, kNow>(b.stride - t < kNow ? b.stride - t : kNow, b, sums);
+    b.dwords += kNow, b.a_scales += kNow, b.neg8_sums += kNow, sums += kNow * kTilesNow * kTileRows;
+  }
+}
+
+// sums [token][tile][16] += what the offsets make of a block's activations.
+template <int kTilesNow>
+void add_offsets(const IntBlock& b, const vf* w_offsets, float* sums) {
+  for (int64_t t = 0; t < b.stride; t++) {
+    const vf a_scale = splat(b.a_scales[t]), a_sum = sum_of_activations(b.neg8_sums[t]);
+    for (int v = 0; v < kTilesNow * kVectors; v++, sums += kLanes) {
+      store(sums, load(sums) + a_sum * (w_offsets[v] * a_scale));
+    }
+  }
+}
+
+// n_tiles <= kGemmTiles, tokens [first, first + n_tokens) with n_tokens <= kMaxTokens, `first` a multiple of kTokenGroup.
+template <Kind kKind, int kBits>
+void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, int64_t first,
+              int64_t n_tokens, uint32_t* scratch) {
+  auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
+  for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
+  const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
+  const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
+  for (int64_t block = 0; block < n_blocks; block++) {
+    const int64_t column = block * x.block;
+    const int64_t n_columns = column + x.block < w.n_columns ? x.block : w.n_columns - column;
+    vf w_scales[kGemmTiles * kVectors], w_offsets[kGemmTiles * kVectors];
+    vi zero_points[kGemmTiles * kVectors] = {};
+    for (int64_t j = 0; j < n_tiles; j++) {
+      const int64_t at = ((tile + j) * n_groups + column / w.group_size) * 16;
+      for (int v = 0; v < kVectors; v++) {
+        w_scales[j * kVectors + v] = weight_scale<kKind>(scales, at + v * kLanes);
+        if (kKind == Kind::kInt4z) zero_points[j * kVectors + v] = zero_point_lanes(w.zero_points + at + v * kLanes);
+        if (kKind == Kind::kInt4o) w_offsets[j * kVectors + v] = offsets.lanes(at + v * kLanes);
+      }
+    }
+    for (int64_t j = 0; j < n_tiles; j += kTiles) {
+      uint32_t* const out = scratch + j * kTileRows * kBlock;
+      n_tiles - j < kTiles
+          ? unpack_int<kKind, kBits, 1>(w, tile + j, column, n_columns, zero_points + j * kVectors, out)
+          : unpack_int<kKind, kBits, kTiles>(w, tile + j, column, n_columns, zero_points + j * kVectors, out);
+    }
+    for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
+      const int64_t n = x.n_tokens - m < kTokenGroup ? x.n_tokens - m : kTokenGroup;
+      for (int64_t j = 0; j < n_tiles; j += kTiles) {
+        const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;
+        float* const out = sums + (j * n_tokens + (m - first) * n_now) * kTileRows;
+        const IntBlock b = {scratch + j * kTileRows * kBlock,
+                            w_scales + j * kVectors,
+                            zero_points + j * kVectors,
+                            pad_to(n_columns, 8) * kBits / 32,
+                            x.dwords + m * n_dwords + column * kBits / 32 * n,
+                            x.scales + m * n_blocks + block * n,
+                            x.neg8_sums + m * n_blocks + block * n,
+                            n};
+        n_now < kTiles ? int_group<kKind, kBits, 1>(b, out) : int_group<kKind, kBits, kTiles>(b, out);
+        if constexpr (kKind == Kind::kInt4o) {
+          n_now < kTiles ? add_offsets<1>(b, w_offsets + j * kVectors, out)
+                         : add_offsets<kTiles>(b, w_offsets + j * kVectors, out);
+        }
+      }
+    }
+  }
+  write_sums(sums, n_tokens, n_tiles, y + first * ldy + tile * kTileRows, ldy);
+}
+
+// ---- floats ---------------------------------------------------------------------------------------------------------
+
+// sums [token][tile][16]: the chains go on, or, with scales, sums += a block's chain * w_scale.
+template <bool kScaled, int kTilesNow, int kTokensNow>
+inline void float_inner(const float* w, const vf* w_scales, int64_t n_columns, const float* x, int64_t stride, float* sums) {
+  constexpr int kV = kTilesNow * kVectors;
+  vf acc[kTokensNow][kV];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokensNow; t++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) acc[t][v] = kScaled ? vf{} : load(sums + (t * kV + v) * kLanes);
+  }
+  for (int64_t k = 0; k < n_columns; k++, x += stride, w += kV * kLanes) {
+    vf wv[kV];
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) wv[v] = load(w + v * kLanes);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokensNow; t++) {
+      const vf xv = splat(x[t]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kV; v++) acc[t][v] = fma(wv[v], xv, acc[t][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokensNow; t++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; v++) {
+      float* sum = sums + (t * kV + v) * kLanes;
+      store(sum, kScaled ? load(sum) + acc[t][v] * w_scales[v] : acc[t][v]);
+    }
+  }
+}
+
+template <bool kScaled, int kTilesNow, int kTokensNow>
+inline void float_inner_up_to(int64_t n, const float* w, const vf* w_scales, int64_t n_columns, const float* x,
+                              int64_t stride, float* sums) {
+  if constexpr (kTokensNow > 1) {
+    if (n < kTokensNow) {
+      return float_inner_up_to<kScaled, kTilesNow, kTokensNow - 1>(n, w, w_scales, n_columns, x, stride, sums);
+    }
+  }
+  float_inner<kScaled, kTilesNow, kTokensNow>(w, w_scales, n_columns, x, stride, sums);
+}
+
+template <bool kScaled, int kTilesNow>
+void float_group(const float* w, const vf* w_scales, int64_t n_columns, const float* x, int64_t stride, float* sums) {
+  for (int64_t t = 0; t < stride; t += kTokens, sums += kTokens * kTilesNow * kTileRows) {
+    const int64_t n = stride - t < kTokens ? stride - t : kTokens;
+    float_inner_up_to<kScaled, kTilesNow, kTokens>(n, w, w_scales, n_columns, x + t, stride, sums);
+  }
+}
+
+template <Kind kKind>
+void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles,
+                int64_t first, int64_t n_tokens, float* scratch) {
+  constexpr bool kScaled = is_codebook(kKind);
+  float* const sums = scratch + kGemmTiles * kTileRows * kBlock;  // [panel][token][tile][16]
+  for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
+  const Scales scales{w.scales, w.wide_scales};
+  const int64_t n_groups = w.n_groups(), block = kScaled ? w.block() : kBlock;
+  const int64_t end = pad_to(w.n_columns, columns_per_dword(kKind));
+  for (int64_t column = 0; column < end; column += block) {
+    const int64_t n_columns = end - column < block ? end - column : block;
+    vf w_scales[kGemmTiles * kVectors];
+    for (int64_t i = 0; kScaled && i < n_tiles * kVectors; i++) {
+      const int64_t at = (tile + i / kVectors) * n_groups + column / w.group_size;
+      w_scales[i] = scales.lanes(at * 16 + i % kVectors * kLanes);
+    }
+    for (int64_t j = 0; j < n_tiles; j += kTiles) {
+      float* const out = scratch + j * kTileRows * kBlock;
+      n_tiles - j < kTiles ? unpack_float<kKind, 1>(w, tile + j, column, n_columns, out)
+                           : unpack_float<kKind, kTiles>(w, tile + j, column, n_columns, out);
+    }
+    for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
+      const int64_t n = x.n_tokens - m < kTokenGroup ? x.n_tokens - m : kTokenGroup;
+      const float* values = x.values + m * x.n_padded() + column * n;
+      for (int64_t j = 0; j < n_tiles; j += kTiles) {
+        const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;
+        const float* const weights = scratch + j * kTileRows * kBlock;
+        float* const out = sums + (j * n_tokens + (m - first) * n_now) * kTileRows;
+        n_now < kTiles ? float_group<kScaled, 1>(weights, w_scales + j * kVectors, n_columns, values, n, out)
+                       : float_group<kScaled, kTiles>(weights, w_scales + j * kVectors, n_columns, values, n, out);
+      }
+    }
+  }
+  write_sums(sums, n_tokens, n_tiles, y + first * ldy + tile * kTileRows, ldy);
+}

@@ -1,0 +1,81 @@
+// What the products make of the lines of a matrix: operands of integer dot products, or floats.
+
+constexpr int64_t kPrefetchOctets = 16;  // columns / 8 fetched ahead of those in use
+
+struct Scales {
+  const void* values;
+  bool wide;
+  vf lanes(int64_t index) const {
+    return wide ? load(static_cast<const float*>(values) + index) : from_f16(static_cast<const uint16_t*>(values) + index);
+  }
+};
+
+inline vi zero_point_lanes(const uint8_t* p) {
+  typedef uint8_t vub __attribute__((vector_size(kLanes)));
+  typedef uint8_t vub_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector((vub) * reinterpret_cast<const vub_unaligned*>(p), vi);
+}
+
+// The pairs (0,2) (4,6) (1,3) (5,7) of a line of 4-bit codes, as int16 codes 0..15.
+template <int kPair>
+inline vi nibble_pair(vi line) {
+  constexpr int kShift = 4 * kPair;
+  if constexpr (kPair == 3) return (vi)((vsu)line >> kShift);
+  return (vi)(((vu)line >> kShift) & 0x000F000Fu);
+}
+// The columns 0..3 or 4..7 of a line of 4-bit codes, as bytes.
+template <int kHalf>
+inline vi nibble_bytes(vi line) {
+  constexpr int kShift = 4 * kHalf;
+  return (vi)(((vu)line >> kShift) & 0x0F0F0F0Fu);
+}
+// The pairs (0,2) (1,3) of a dword of signed bytes, sign-extended to int16.
+template <int kPair>
+inline vi byte_pair(vi line) {
+  const vs words = (vs)line;
+  return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
+}
+// Weights that are signed bytes, as they are or looked up.
+constexpr bool is_bytes(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kE2m1; }
+// Where dot_bytes takes any byte, those weights w enter it as w + 128.
+constexpr bool biased(Kind kind) { return kWideBytes && is_bytes(kind); }
+// What a block's integers are multiplied with, next to the scale of the activations.
+template <Kind kKind>
+inline vf weight_scale(const Scales& scales, int64_t index) {
+  return kKind == Kind::kE2m1 ? scales.lanes(index) * 0.5f : scales.lanes(index);
+}
+
+// Column c of a float line.
+template <Kind kKind, int kColumn>
+inline vf float_column(vi line) {
+  if constexpr (kKind == Kind::kF32) return (vf)line;
+  if constexpr (kKind == Kind::kBf16) return (vf)(kColumn == 0 ? (vu)line << 16 : (vu)line & 0xFFFF0000u);
+  if constexpr (kKind == Kind::kF16) return f16_lanes(kColumn == 0 ? (vu)line & 0xFFFFu : (vu)line >> 16);
+}
+// The level of column c of a line of codes.
+template <int kColumn>
+inline vf level_column(const Levels& levels, vi line) {
+  constexpr int kShift = 8 * (kColumn % 4) + 4 * (kColumn / 4);
+  return levels.of((vi)((vu)line >> kShift));
+}
+
+// Eight columns with activations of 8 bits.
+template <Kind kKind>
+inline vi eight_products(vi acc, vi w0, vi a0, vi w1, vi a1) {
+  if constexpr (is_bytes(kKind) && !kWideBytes) {
+    acc = dot(dot(acc, byte_pair<0>(w0), byte_pair<0>(a0)), byte_pair<1>(w0), byte_pair<1>(a0));
+    return dot(dot(acc, byte_pair<0>(w1), byte_pair<0>(a1)), byte_pair<1>(w1), byte_pair<1>(a1));
+  }
+  return dot_bytes(acc, w0, a0, w1, a1);
+}
+
+// What codes that are stored with an offset leave to be taken off a block's sum.
+template <Kind kKind, int kBits>
+inline vi start_of_sum(int32_t neg8_sum, vi zero_points) {
+  if constexpr (kKind == Kind::kInt4) return splat_int(neg8_sum);
+  if constexpr (kKind == Kind::kInt4z) return zero_points * neg8_sum >> 3;
+  return splat_int(kBits == 8 && biased(kKind) ? 16 * neg8_sum : 0);
+}
+
+// What the offsets of a block's weights are multiplied with, next to the block's scale.
+inline vf sum_of_activations(int32_t neg8_sum) { return splat(static_cast<float>(-(neg8_sum / 8))); }
