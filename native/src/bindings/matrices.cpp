@@ -1,0 +1,189 @@
+#include "bindings/bindings.h"
+
+#include <type_traits>
+
+#include "engine/convert.h"
+#include "engine/dequantize.h"
+
+using namespace nb::literals;
+
+namespace w4conv::bindings {
+namespace {
+
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Kind kind_of(const std::string& name) {
+  if (name == "int4") return Kind::kInt4;
+  if (name == "int4z") return Kind::kInt4z;
+  if (name == "int4o") return Kind::kInt4o;
+  if (name == "nf4") return Kind::kNf4;
+  if (name == "fp4") return Kind::kFp4;
+  if (name == "e2m1") return Kind::kE2m1;
+  if (name == "int8") return Kind::kInt8;
+  if (name == "f16") return Kind::kF16;
+  if (name == "bf16") return Kind::kBf16;
+  if (name == "f32") return Kind::kF32;
+  throw std::invalid_argument("no kernels for scheme " + name);
+}
+
+Dtype dtype_of(const std::string& name) {
+  if (name == "F16") return Dtype::kF16;
+  if (name == "BF16") return Dtype::kBf16;
+  if (name == "F32") return Dtype::kF32;
+  throw std::invalid_argument("no such dtype: " + name);
+}
+
+const char* reason_of(Bad bad) {
+  switch (bad) {
+    case Bad::kNan:
+      return "NaN";
+    case Bad::kInfinite:
+      return "infinity";
+    case Bad::kScale:
+      return "a scale beyond FP16";
+    case Bad::kValue:
+      return "a value beyond the range of its new type";
+    default:
+      return "";
+  }
+}
+
+// Shape of a matrix, its parts still to come.
+Matrix shape_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int64_t group_size) {
+  Matrix w;
+  w.kind = kind_of(kind);
+  require(n_rows > 0 && n_columns > 0 && n_rows < (int64_t{1} << 31) && n_columns < (int64_t{1} << 31),
+          "empty or huge matrix");
+  w.n_rows = n_rows;
+  w.n_columns = n_columns;
+  if (!is_float(w.kind)) {
+    w.group_size = group_size == 0 ? n_columns : group_size;
+    require(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256,
+            "group size is not one of 32, 64, 128, 256, 0");
+  }
+  return w;
+}
+
+template <class T, class Array>
+auto* part_of(const Array& bytes, int64_t n, const char* what) {
+  require(bytes.size() == static_cast<size_t>(n) * sizeof(T), what);
+  require(reinterpret_cast<uintptr_t>(bytes.data()) % sizeof(T) == 0, "unaligned part");
+  using Element = std::conditional_t<std::is_same_v<Array, Bytes>, const T, T>;
+  return reinterpret_cast<Element*>(bytes.data());
+}
+constexpr const char* kWrongCodes = "codes: wrong number of bytes";
+constexpr const char* kWrongScales = "scales: wrong number of bytes";
+constexpr const char* kWrongValues = "values: wrong number of bytes";
+constexpr const char* kWrongPoints = "zero_points: wrong number of bytes";
+constexpr const char* kWrongOffsets = "offsets: wrong number of bytes";
+
+std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Bytes& values, const std::string& dtype,
+                                                           int64_t n_rows, int64_t n_columns, const std::string& kind,
+                                                           int64_t group_size, const MutableBytes& codes,
+                                                           const MutableBytes& scales, const MutableBytes& zero_points) {
+  const Matrix w = shape_of(kind, n_rows, n_columns, group_size);
+  const int64_t n_scales = w.n_tiles() * kTileRows * w.n_groups();
+  const bool has_points = w.kind == Kind::kInt4z;
+  auto* const lines = part_of<uint32_t>(codes, w.n_tiles() * kTileRows * w.n_lines(), kWrongCodes);
+  auto* const scale_bits = part_of<uint16_t>(scales, n_scales, kWrongScales);
+  auto* const points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
+  const Dtype d = dtype_of(dtype);
+  require(values.size() == static_cast<size_t>(n_rows) * static_cast<size_t>(n_columns * dtype_nbytes(d)), kWrongValues);
+  const Kernels& k = kernels();
+  BlockStatus s;
+  {
+    const nb::gil_scoped_release release;
+    s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size, lines, scale_bits,
+                      has_points ? points : nullptr);
+  }
+  return {reason_of(s.bad), s.row, s.column, s.n_underflowed};
+}
+
+void bound_dequantize(Pool& pool, const MatrixParts& parts, const MutableFloatRows& out) {
+  const Matrix w = parts.matrix();
+  require(static_cast<int64_t>(out.shape(0)) == w.n_rows && static_cast<int64_t>(out.shape(1)) == w.n_columns,
+          "out: wrong shape");
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  dequantize(k, pool, w, out.data());
+}
+
+// signal, noise and cross, one array after another.
+using MutableSums = nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+GroupSums sums_of(const MutableSums& sums, int64_t n_rows, int64_t n_columns, int64_t group_size) {
+  require(group_size > 0, "group size: not positive");
+  const int64_t n_groups = (n_columns + group_size - 1) / group_size;
+  require(
+      sums.shape(0) == 3 && static_cast<int64_t>(sums.shape(1)) == n_rows && static_cast<int64_t>(sums.shape(2)) == n_groups,
+      "sums: wrong shape");
+  const int64_t n = n_rows * n_groups;
+  return {group_size, sums.data(), sums.data() + n, sums.data() + 2 * n};
+}
+
+std::tuple<double, bool> bound_compare(Pool& pool, const FloatRows& x, const FloatRows& y, int64_t group_size,
+                                       const MutableSums& sums) {
+  const auto n_rows = static_cast<int64_t>(x.shape(0)), n_columns = static_cast<int64_t>(x.shape(1));
+  require(x.shape(0) == y.shape(0) && x.shape(1) == y.shape(1), "x and y: different shapes");
+  const GroupSums out = sums_of(sums, n_rows, n_columns, group_size);
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  const RowDifference d = compare(k, pool, x.data(), y.data(), n_rows, n_columns, out);
+  return {d.largest, d.equal};
+}
+
+std::tuple<double, bool, bool> bound_compare_with_source(Pool& pool, const Bytes& values, const std::string& dtype,
+                                                         const MatrixParts& parts, bool remake, int64_t group_size,
+                                                         const MutableSums& sums) {
+  const Matrix w = parts.matrix();
+  const Dtype d = dtype_of(dtype);
+  require(values.size() == static_cast<size_t>(w.n_rows) * static_cast<size_t>(w.n_columns * dtype_nbytes(d)), kWrongValues);
+  require(!remake || !w.wide_scales, "only FP16 scales are made");
+  const GroupSums out = sums_of(sums, w.n_rows, w.n_columns, group_size);
+  const Kernels& k = kernels();
+  const nb::gil_scoped_release release;
+  const SourceDifference found = compare_with_source(k, pool, values.data(), d, w, remake, out);
+  return {found.largest, found.equal, found.remade};
+}
+
+}  // namespace
+
+Matrix MatrixParts::matrix() const {
+  Matrix w = shape_of(kind, n_rows, n_columns, group_size);
+  const int64_t n_scales = w.n_tiles() * kTileRows * w.n_groups();
+  w.lines = part_of<uint32_t>(codes, w.n_tiles() * kTileRows * w.n_lines(), kWrongCodes);
+  w.wide_scales = wide_scales;
+  const int64_t n_offsets = w.kind == Kind::kInt4o ? n_scales : 0;
+  if (wide_scales) {
+    w.scales = part_of<float>(scales, n_scales, kWrongScales);
+    w.offsets = part_of<float>(offsets, n_offsets, kWrongOffsets);
+  } else {
+    w.scales = part_of<uint16_t>(scales, n_scales, kWrongScales);
+    w.offsets = part_of<uint16_t>(offsets, n_offsets, kWrongOffsets);
+  }
+  const bool has_points = w.kind == Kind::kInt4z;
+  const auto* points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
+  w.zero_points = has_points ? points : nullptr;
+  return w;
+}
+
+void register_matrices(nb::module_& m) {
+  nb::class_<MatrixParts>(m, "MatrixParts")
+      .def(
+          "__init__",
+          [](MatrixParts* p, std::string kind, int64_t n_rows, int64_t n_columns, int64_t group_size, bool wide_scales,
+             Bytes codes, Bytes scales, Bytes zero_points, Bytes offsets) {
+            new (p) MatrixParts{std::move(kind),   n_rows,           n_columns,         group_size,
+                                wide_scales,       std::move(codes), std::move(scales), std::move(zero_points),
+                                std::move(offsets)};
+          },
+          "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a,
+          "offsets"_a);
+  m.def("convert", &convert, "pool"_a, "values"_a, "dtype"_a, "n_rows"_a, "n_columns"_a, "kind"_a, "group_size"_a, "codes"_a,
+        "scales"_a, "zero_points"_a);
+  m.def("dequantize", &bound_dequantize, "pool"_a, "parts"_a, "out"_a);
+  m.def("compare", &bound_compare, "pool"_a, "x"_a, "y"_a, "group_size"_a, "sums"_a);
+  m.def("compare_with_source", &bound_compare_with_source, "pool"_a, "values"_a, "dtype"_a, "parts"_a, "remake"_a,
+        "group_size"_a, "sums"_a);
+}
+
+}  // namespace w4conv::bindings
