@@ -110,6 +110,17 @@ def test_only_what_is_needed_is_loaded(w4: Runner) -> None:
     assert w4(code=package).done().out == "set()\n"
 
 
+def test_numpy_starts_no_threads(container: Path) -> None:
+    code = (
+        "import os, sys; from w4conv.cli.main import main\n"
+        f"sys.argv = ['w4conv', 'inspect', {str(container)!r}]\n"
+        "try: main()\nexcept SystemExit: import numpy; print(len(os.listdir('/proc/self/task')), file=sys.stderr)"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert run.stderr == "1\n"
+
+
 def test_the_api_functions_stay_functions(w4: Runner, container: Path) -> None:
     code = "import sys, w4conv\nfor _ in range(2): print(w4conv.verify(sys.argv[1]).ok, callable(w4conv.quantize))"
     assert w4(container, code=code).done().out == "True True\nTrue True\n"

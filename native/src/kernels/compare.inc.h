@@ -98,12 +98,11 @@ RowDifference compare_rows(const float* x, const float* y, int64_t n, int64_t gr
     for (int i = 0; i < kLanes; i++) equal = equal && unequal[i] == 0;
     double* const out[3] = {signal + g, noise + g, cross + g};
     for (int s = 0; s < 3; s++) {
-      double lanes[16];
-      for (int i = 0; i < 16; i++) lanes[i] = sums[s][i / kWideLanes][i % kWideLanes];
-      for (int width = 8; width > 0; width /= 2) {
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+      // Of 16 lanes the upper half is added to the lower, then of 8, of 4, of 2.
+      for (int width = kParts / 2; width > 0; width /= 2) {
+        for (int h = 0; h < width; h++) sums[s][h] += sums[s][h + width];
       }
-      *out[s] = lanes[0];
+      *out[s] = folded<kWideLanes / 2>(sums[s][0], [](vw a, vw b) { return a + b; })[0];
     }
     if (noise[g] != noise[g]) largest = noise[g];
   }

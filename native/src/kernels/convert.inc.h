@@ -65,10 +65,8 @@ inline Extremes extremes_of(const float* x, int64_t n) {
       high = select((vi)(v > high), v, high);
       low = select((vi)(v < low), v, low);
     }
-    for (int j = 0; j < kLanes; j++) {
-      largest = high[j] > largest ? high[j] : largest;
-      smallest = low[j] < smallest ? low[j] : smallest;
-    }
+    largest = folded<kLanes / 2>(high, [](vf a, vf b) { return select((vi)(b > a), b, a); })[0];
+    smallest = folded<kLanes / 2>(low, [](vf a, vf b) { return select((vi)(b < a), b, a); })[0];
   }
   for (; i < n; i++) {
     largest = x[i] > largest ? x[i] : largest;

@@ -122,13 +122,6 @@ inline vi round_to_int(vf x) {
   return (vi)(x + magic) - (vi)magic;
 }
 
-// Lane i of the result is lane i + kBy of x; the last kBy lanes are of no use.
-template <int kBy>
-inline vi lanes_down(vi x) {
-  vi from;
-  for (int i = 0; i < kLanes; i++) from[i] = (i + kBy) % kLanes;
-  return __builtin_shuffle(x, from);
-}
 // Of four codes that start at lane 4i: lanes 4i and 4i + 1 get the pairs (0,2) and (1,3).
 inline vi pack_pairs(vi codes) { return (codes & 0xFFFF) | lanes_down<2>(codes) << 16; }
 // The same: lane 4i gets all four, as bytes.

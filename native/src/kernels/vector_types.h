@@ -25,3 +25,22 @@ inline vi splat_int(int32_t x) { return x - vi{}; }
 inline vu splat_bits(uint32_t x) { return x - vu{}; }
 inline vu select_bits(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
 inline vf select(vi mask, vf yes, vf no) { return (vf)select_bits(mask, (vu)yes, (vu)no); }
+
+// Lane i of the result is lane i + kBy of x; the last kBy lanes are of no use.
+template <int kBy, class V>
+inline V lanes_down(V x) {
+  constexpr int kCount = sizeof(V) / sizeof(x[0]);
+  decltype(x < x) from;
+  for (int i = 0; i < kCount; i++) from[i] = (i + kBy) % kCount;
+  return __builtin_shuffle(x, from);
+}
+// f of all lanes, in lane 0: of the lower half and the upper, of the quarters of that, and so on. kHalf: half the lanes.
+template <int kHalf, class V, class F>
+inline V folded(V x, const F& f) {
+  x = f(x, lanes_down<kHalf>(x));
+  if constexpr (kHalf > 1) {
+    return folded<kHalf / 2>(x, f);
+  } else {
+    return x;
+  }
+}
