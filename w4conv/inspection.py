@@ -15,6 +15,7 @@ from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.quantization.generic import matrix_role, refuse_to_run
+from w4conv.runtime.tokenizer_file import TokenizerFile
 from w4conv.sources import open_source
 from w4conv.sources.base import Source, SourceTensor
 
@@ -257,16 +258,12 @@ def _bits_per_weight(tensors: list[TensorRow]) -> float | None:
 
 
 def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> TokenizerSummary | None:
-    """Read as JSON only: building the tokenizer takes a second for a large vocabulary."""
-    document = _json(blobs, "tokenizer.json")
-    model = document.get("model")
-    if not isinstance(model, dict):
+    try:
+        file = TokenizerFile(blobs.get("tokenizer.json", b"{}"))
+    except InputError:
         return None
-    vocab = model.get("vocab")
-    texts = {i: t for t, i in vocab.items() if isinstance(i, int)} if isinstance(vocab, dict) else {}
-    for token in document.get("added_tokens") or ():
-        if isinstance(token, dict) and isinstance(token.get("id"), int):
-            texts[token["id"]] = str(token.get("content"))
+    if "model" not in file.settings:
+        return None
     settings = _json(blobs, "tokenizer_config.json")
 
     def special(name: str) -> str | None:
@@ -275,11 +272,11 @@ def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokeniz
             token = token.get("content")
         ids = config.get(f"{name}_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
-        return token if isinstance(token, str) else texts.get(first) if isinstance(first, int) else None
+        return token if isinstance(token, str) else file.token(first) if isinstance(first, int) else None
 
     return TokenizerSummary(
-        model=str(model.get("type", "unknown")),
-        n_tokens=len(texts),
+        model=str(file.model.get("type", "unknown")),
+        n_tokens=file.n_tokens,
         bos_token=special("bos"),
         eos_token=special("eos"),
         has_chat_template="chat_template.jinja" in blobs or bool(settings.get("chat_template")),

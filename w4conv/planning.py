@@ -27,7 +27,7 @@ from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS
 from w4conv.quantization.folding import FoldedSource, Folding
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
-from w4conv.runtime.tokenizer import highest_ids
+from w4conv.runtime.tokenizer_file import TokenizerFile
 from w4conv.sensitivity import Sensitivity
 from w4conv.sources.base import Source
 from w4conv.statistics import HEAD as HEAD_PLACE
@@ -191,7 +191,11 @@ class ConversionPlan:
 
     def _check_vocabulary(self, spec: ModelSpec) -> None:
         """A tokenizer may have fewer tokens than the model, or special ones beyond those of a text model."""
-        own, added = highest_ids(self.source.blobs.get("tokenizer.json", b""))
+        try:
+            file = TokenizerFile(self.source.blobs.get("tokenizer.json", b"{}"))
+        except InputError:  # running the model tells
+            return
+        own, added = file.highest_id, max(file.added, default=-1)
         if own >= spec.vocab_size:
             raise self._fail(
                 f"tokenizer.json has tokens up to {own}, but the model only {spec.vocab_size}: it belongs to another "

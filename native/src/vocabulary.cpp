@@ -235,7 +235,6 @@ Vocabulary::Vocabulary(std::string_view document) : document_(document) {
     if (place >= 0 || by_id_[id] >= 0) refuse();
     place = by_id_[id] = static_cast<int32_t>(i);
   }
-  if (by_id_.size() != tokens_.size()) refuse();
 }
 
 std::string_view Vocabulary::text(const Token& token, std::string& buffer) const {

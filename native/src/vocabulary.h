@@ -12,7 +12,7 @@ namespace w4conv {
 class Vocabulary {
  public:
   // document: JSON with one object "vocab" of tokens and ids, and one array "merges", in its object "model"; it outlives
-  // this. Throws std::invalid_argument where it is anything else, and where the ids are not 0, 1, 2, .. each once.
+  // this. Throws std::invalid_argument where it is anything else, and where a token or an id comes twice.
   explicit Vocabulary(std::string_view document);
 
   // The document with fewer tokens and merges, the rest as it is: only tokens in `kept`, tokens all of whose runs of three
@@ -22,6 +22,7 @@ class Vocabulary {
   std::optional<std::string> token(int64_t id) const;
   std::optional<int64_t> id(std::string_view token) const;
   size_t size() const { return tokens_.size(); }
+  size_t n_ids() const { return by_id_.size(); }  // the highest one and 1
 
  private:
   struct Span {

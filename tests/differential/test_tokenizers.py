@@ -19,6 +19,7 @@ from w4conv.export import export
 from w4conv.runtime import package_tokenizer
 from w4conv.runtime.package_tokenizer import PackageTokenizer
 from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.runtime.tokenizer_file import TokenizerFile
 from w4conv.sources._files import MappedFile
 from w4conv.sources.gguf_header import GgufHeader
 from w4conv.sources.gguf_tokenizer import rebuild_tokenizer
@@ -66,7 +67,9 @@ def test_parts_of_a_vocabulary_give_the_same_tokens(name: str, monkeypatch: pyte
     assert "_whole" not in vars(ours)
     for i in (*range(0, whole.get_vocab_size(), 997), whole.get_vocab_size() - 1):
         assert ours.token(i) == whole.id_to_token(i)
-    assert ours.n_tokens == whole.get_vocab_size()
+    file = TokenizerFile(document)
+    assert ours.n_tokens == file.n_tokens == whole.get_vocab_size()
+    assert max(file.highest_id, *file.added) == max(whole.get_vocab().values())
 
 
 @pytest.mark.parametrize("name", ["command-r", "mpt", "refact", "starcoder"])

@@ -14,12 +14,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view document(exact.data(), size);
   try {
     const w4conv::Vocabulary vocabulary(document);
-    const auto n = static_cast<int64_t>(vocabulary.size());
+    const auto n = static_cast<int64_t>(vocabulary.n_ids());
+    size_t n_tokens = 0;
     for (int64_t id = -1; id <= n; ++id) {
       const auto token = vocabulary.token(id);
-      if (token.has_value() != (id >= 0 && id < n)) std::abort();
       if (token && vocabulary.id(*token) != id) std::abort();
+      n_tokens += token.has_value();
+      if (id > 1000) id = n - 1;  // a high id alone is no work
     }
+    if (n <= 1000 && n_tokens != vocabulary.size()) std::abort();
     const std::string some = vocabulary.shortened("the text", {"a", "<s>"}, "\"more\": 1");
     const std::string all = vocabulary.shortened(document, {}, "");
     if (all.size() > size || some.size() > size + 10) std::abort();

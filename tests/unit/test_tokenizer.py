@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Reference
 
 from w4conv.errors import InputError, UsageError
-from w4conv.runtime.tokenizer import Tokenizer, highest_ids
+from w4conv.runtime.tokenizer import Tokenizer
 
 
 def blobs_of(tokenizer: Reference, **files: object) -> dict[str, bytes]:
@@ -120,21 +120,6 @@ def test_without_generation_config_the_ends_come_from_the_other_files() -> None:
     assert Tokenizer(blobs_of(tiny_tokenizer(), tokenizer_config={"eos_token": "</s>"})).stop_ids() == {257}
     assert Tokenizer(blobs_of(tiny_tokenizer(), special_tokens_map={"eos_token": "</s>"})).stop_ids() == {257}
     assert Tokenizer(blobs_of(tiny_tokenizer())).stop_ids() == frozenset()
-
-
-def test_highest_ids_without_parsing_the_whole() -> None:
-    tokenizer = tiny_tokenizer()
-    assert highest_ids(tokenizer.to_str().encode()) == (tokenizer.get_vocab_size() - 1, 257)
-    tokenizer.add_special_tokens([AddedToken('"vocab": {"x": 999}'), AddedToken('"added_tokens": [')])
-    n = tokenizer.get_vocab_size()
-    assert highest_ids(tokenizer.to_str(pretty=True).encode()) == (n - 3, n - 1)
-    assert "</s>" in json.loads(tokenizer.to_str())["model"]["vocab"], "a token may be in both"
-    small = {"added_tokens": [{"id": 3}], "model": {"vocab": {"a": 0, "b": 3}}}
-    assert highest_ids(json.dumps(small).encode()) == (0, 3)
-    unigram = Reference(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
-    assert highest_ids(unigram.to_str().encode()) == (1, -1)
-    for nonsense in (b"", b"{", b'{"vocab": [', b'"vocab": {"a": "b"}', b"\xff"):
-        assert highest_ids(nonsense) == (-1, -1)
 
 
 def test_special_tokens_for_templates() -> None:

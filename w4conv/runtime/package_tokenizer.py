@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as _Package
 
 from w4conv import _native
 from w4conv.errors import InputError
+from w4conv.runtime.tokenizer_file import TokenizerFile
 
 _FEW: Final = 4  # texts, after which the whole vocabulary pays
 _SHORT: Final = 1 << 14  # characters of a text that is worth it
@@ -145,9 +146,10 @@ class _Parts:
 def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
     """And a tokenizer with hardly any of them. None where the package needs the whole document."""
     try:
-        vocabulary = _native.Vocabulary(document)
-        settings = json.loads(vocabulary.shortened("", set(), ""))
-        model, added = settings["model"], settings["added_tokens"]
+        file = TokenizerFile(document)
+        vocabulary, model, added = file.vocabulary, file.model, file.settings["added_tokens"]
+        if vocabulary is None or vocabulary.n_ids > len(vocabulary):
+            return None, None
         plain = model["type"] == "BPE" and not any(
             model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
         )
@@ -159,7 +161,7 @@ def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
         if any(parts.token_to_id(token["content"]) != token["id"] for token in added):
             return None, None
         return parts, _build(parts.document(), [])
-    except (ValueError, TypeError, LookupError, InputError):
+    except (TypeError, LookupError, InputError):
         return None, None  # the package says what is wrong with it
 
 

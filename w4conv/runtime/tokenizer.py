@@ -247,28 +247,6 @@ def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return value
 
 
-def highest_ids(document: bytes) -> tuple[int, int]:
-    """(highest id of the vocabulary, highest id of the added tokens) of a tokenizer.json; -1 where none is found.
-
-    A token that is in both counts as added.
-    Takes a fraction of the memory of parsing it whole, which its merges fill.
-    """
-    text = document.decode(errors="replace")
-
-    def value(key: str) -> Any:
-        # Inside of a string quotes are escaped, so this is a key.
-        match = re.search(rf'"{key}"\s*:\s*(?=[\[{{])', text)
-        try:
-            return json.JSONDecoder().raw_decode(text, match.end())[0] if match else None
-        except (ValueError, RecursionError):
-            return None
-
-    vocabulary, added = value("vocab"), value("added_tokens")
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
-    added_ids = set(_ids([token.get("id") for token in added or () if isinstance(token, dict)]))
-    return max((i for i in _ids(list(ids)) if i not in added_ids), default=-1), max(added_ids, default=-1)
-
-
 def _ids(value: object) -> list[int]:
     """Token ids out of an int, a list of ints, or nothing."""
     values = value if isinstance(value, list) else [value]

@@ -26,6 +26,7 @@ class BoundVocabulary {
   }
   std::optional<int64_t> id(const std::string& token) const { return own_.id(token); }
   size_t size() const { return own_.size(); }
+  size_t n_ids() const { return own_.n_ids(); }
 
  private:
   nb::bytes document_;
@@ -40,7 +41,8 @@ void register_vocabulary(nb::module_& m) {
       .def("shortened", &BoundVocabulary::shortened, "seen"_a, "kept"_a, "more"_a)
       .def("token", &BoundVocabulary::token, "id"_a)
       .def("id", &BoundVocabulary::id, "token"_a)
-      .def("__len__", &BoundVocabulary::size);
+      .def("__len__", &BoundVocabulary::size)
+      .def_prop_ro("n_ids", &BoundVocabulary::n_ids);
 }
 
 }  // namespace w4conv::bindings

@@ -1,0 +1,82 @@
+"""What a tokenizer.json says, read without building a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from w4conv import _native
+from w4conv.errors import InputError
+
+
+class TokenizerFile:
+    """settings: the document as JSON. Where its model is BPE, only with the tokens of one or two bytes, and no merges
+    but such: the rest is in `vocabulary`, which takes a fraction of the time and memory.
+    added: id -> added token.
+    """
+
+    def __init__(self, document: bytes) -> None:
+        """Raises InputError when it is not a JSON object."""
+        self.vocabulary: _native.Vocabulary | None
+        try:
+            self.vocabulary = _native.Vocabulary(document)
+            text = self.vocabulary.shortened("", set(), "")
+        except ValueError:
+            self.vocabulary, text = None, document
+        try:
+            settings = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"tokenizer.json is not valid JSON: {error}") from None
+        if not isinstance(settings, dict):
+            raise InputError(f"tokenizer.json holds {type(settings).__name__}, expected a JSON object")
+        self.settings: dict[str, Any] = settings
+        self.added = {
+            token["id"]: str(token.get("content"))
+            for token in _list(settings.get("added_tokens"))
+            if isinstance(token, dict) and _is_id(token.get("id"))
+        }
+        self._own = {} if self.vocabulary is not None else _tokens(self.model.get("vocab"))
+
+    @property
+    def model(self) -> dict[str, Any]:
+        model = self.settings.get("model")
+        return model if isinstance(model, dict) else {}
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the model and added ones; those that are both count once."""
+        if self.vocabulary is None:
+            return len(self._own | self.added)
+        return len(self.vocabulary) + sum(self.vocabulary.token(i) is None for i in self.added)
+
+    @property
+    def highest_id(self) -> int:
+        """Of the model's tokens that are not added ones; -1 where there are none."""
+        if self.vocabulary is None:
+            return max((i for i in self._own if i not in self.added), default=-1)
+        ids = range(self.vocabulary.n_ids - 1, -1, -1)
+        return next((i for i in ids if i not in self.added and self.vocabulary.token(i) is not None), -1)
+
+    def token(self, token_id: int) -> str | None:
+        """An added one, where the model has one of that id too."""
+        if token_id in self.added:
+            return self.added[token_id]
+        if self.vocabulary is None:
+            return self._own.get(token_id)
+        found = self.vocabulary.token(token_id)
+        return None if found is None else found.decode(errors="replace")
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _tokens(vocab: object) -> dict[int, str]:
+    """id -> token, of a mapping the other way, or of a list of [token, score]."""
+    if isinstance(vocab, dict):
+        return {i: token for token, i in vocab.items() if _is_id(i)}
+    return {i: str(entry[0]) for i, entry in enumerate(_list(vocab)) if isinstance(entry, list) and entry}
