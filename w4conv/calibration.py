@@ -18,6 +18,7 @@ from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, Lack, ScaleError, Solution, solve
 from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.recipe import KEPT
+from w4conv.quantization.scores import Turns
 from w4conv.runtime.engine import Captured, LayerModel, Matrix, padded_width
 from w4conv.runtime.layers import final_norm
 from w4conv.scheme import TILE_ROWS, QuantScheme
@@ -28,6 +29,7 @@ F32Array = npt.NDArray[np.float32]
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as the container has them
 
 TIED_SHARE: Final = 4  # one sequence in so many is run to see what a tied head reads
+MET_SHARE: Final = 4  # one sequence in so many shows what queries are like: moments of head_dim values need no more
 _READ_ROWS: Final = 1 << 13
 NORMED: Final = ("qkv", "gate_up")  # places whose rows a norm gives
 
@@ -71,10 +73,10 @@ class Calibrator(ABC):
         won = ", ".join(f"{method} {n}" for method, n in self._chosen.items() if n)
         return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
 
-    def _solve_matrix(self, t: TensorSpec, seen: _Seen, *, of_inputs: bool) -> Solution:
-        """of_inputs: whether what is lacking is so of the inputs."""
+    def _solve_matrix(self, t: TensorSpec, seen: _Seen, *, of_inputs: bool, met: F32Array | None = None) -> Solution:
+        """of_inputs: whether what is lacking is so of the inputs. met: as `solve` has it."""
         values = self._source.read(t.name)
-        s = self._solve(t, values, 0, seen, of_inputs=of_inputs)
+        s = self._solve(t, values, 0, seen, of_inputs=of_inputs, met=met)
         if t.name not in self._kept:  # where only part of a layer is, the rest needs the same inputs
             self._chosen[s.method] += 1
             self._solved(values.nbytes, t.name)
@@ -91,13 +93,16 @@ class Calibrator(ABC):
         joined: dict[str, Any] = {kind: np.concatenate([s.parts()[kind] for s in found]) for kind in found[0].parts()}
         return replace(found[0], **joined, n_underflowed=sum(s.n_underflowed for s in found))
 
-    def _solve(self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool) -> Solution:
+    def _solve(
+        self, t: TensorSpec, values: npt.NDArray[Any], row: int, seen: _Seen, *, of_inputs: bool,
+        met: F32Array | None = None,
+    ) -> Solution:  # fmt: skip
         """values: rows of t from `row` on."""
         w = codes.as_f32(values, self._source.tensors[t.name].dtype)
         lack = seen.lack.of(w, threads=self._threads) if of_inputs and seen.lack is not None else seen.lack
         scheme, method = self._layout.tensors[t.name].scheme, self._methods[t.name]
         try:
-            return solve(w, seen.inputs, scheme, method, lack=lack, threads=self._threads)
+            return solve(w, seen.inputs, scheme, method, lack=lack, met=met, threads=self._threads)
         except ScaleError as error:
             raise self._bad(t.name, error, row + error.row) from None
 
@@ -180,6 +185,7 @@ class TextCalibrator(Calibrator):
         exact, hidden = self._streams
         linears, matrices, vectors = self._load(layer)
         original = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+        met: dict[str, F32Array] = {}
         if all(t.name in self._kept for t in linears.values()):
             for sequence in exact:
                 original.run(sequence)
@@ -187,12 +193,13 @@ class TextCalibrator(Calibrator):
             places: tuple[str, ...] = ()
         else:
             wanted = self._wanted(original, exact)
+            met = self._met(layer, linears, vectors, wanted["qkv"][::MET_SHARE])
             places = Captured._fields
         for place in places:
             model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
             seen = self._observe(model, place, hidden, wanted)
             for part in (part for part in linears if READS[part] == place):
-                matrices[part] = self._round(linears[part], seen)
+                matrices[part] = self._round(linears[part], seen, met.get(part))
         model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
         for sequence in hidden:
             model.run(sequence, attended=len(places) > 0)
@@ -216,6 +223,23 @@ class TextCalibrator(Calibrator):
             middle[i] = sequence
             model.run(sequence, attended=True)
         return {"qkv": qkv, "o": middle[..., :width], "gate_up": gate_up, "down": exact[..., :width]}
+
+    def _met(
+        self, layer: int, linears: dict[str, TensorSpec], vectors: dict[str, F32Array], inputs: F32Array
+    ) -> dict[str, F32Array]:
+        """What keys are multiplied with: the queries of the model as it was. inputs: those of q and k."""
+        spec = self._spec
+        if spec.qk_norm or not {"k_proj", "q_proj"} <= linears.keys() or linears["k_proj"].name not in self._methods:
+            return {}
+        t = linears["q_proj"]
+        w = codes.as_f32(self._source.read(t.name), self._source.tensors[t.name].dtype)
+        queries = [Moments(spec.head_dim) for _ in range(spec.n_kv_heads)]
+        for rows in inputs:
+            q = kernels.product(rows, w, threads=self._threads) + vectors.get("q_proj.bias", np.float32(0))
+            for i, head in enumerate(np.split(q, spec.n_heads, axis=1)):
+                queries[i * spec.n_kv_heads // spec.n_heads].add(head, threads=self._threads)
+        turns = Turns(spec, layer, inputs.shape[1])
+        return {"k_proj": np.stack([turns.mean(m.matrix()) for m in queries])}
 
     def _observe(self, model: LayerModel, place: str, hidden: F32Array, wanted: dict[str, F32Array]) -> _Seen:
         """model: rounded as far as the matrices that read `place`. For gate_up, `hidden` moves on past the attention;
@@ -255,12 +279,12 @@ class TextCalibrator(Calibrator):
             Lack(fit_lack.matrix(), judge_lack.matrix()),
         )
 
-    def _round(self, t: TensorSpec, seen: _Seen) -> Matrix:
+    def _round(self, t: TensorSpec, seen: _Seen, met: F32Array | None) -> Matrix:
         if t.name not in self._methods:
             scheme = self._layout.tensors[t.name].scheme
             same = self._source.tensors[t.name].coding == scheme  # then its values as they are
             return self._original(t) if same else self._coded(t, scheme)
-        self._done[t.name] = self._solve_matrix(t, seen, of_inputs=READS[t.part] in NORMED)
+        self._done[t.name] = self._solve_matrix(t, seen, of_inputs=READS[t.part] in NORMED, met=met)
         return self._rounded(t)
 
     def _rounded(self, t: TensorSpec) -> Matrix:

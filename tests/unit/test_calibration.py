@@ -97,6 +97,40 @@ def test_outputs_of_other_inputs_are_aimed_at() -> None:
     np.testing.assert_allclose(aimed.error, (error(aimed) - nothing) / power, rtol=1e-3)
 
 
+def test_errors_of_a_head_count_together() -> None:
+    """What counts is what outputs make of the vectors that they are multiplied with; here these are much alike."""
+    w, inputs, x = problem(24, 96)
+    rng = np.random.default_rng(7)
+    vectors = rng.standard_normal((2, 500, 12)) + 6 * rng.standard_normal((2, 1, 12))
+    met = np.stack([second(v) for v in vectors])
+
+    def error(s: Any) -> Any:
+        e = (restored(s, int4(32), w.shape) - w).reshape(2, 12, 96).astype(np.float64)
+        return sum(np.square(x @ own.T @ v.T).mean() for own, v in zip(e, vectors, strict=True))
+
+    together, apart = solve(w, inputs, int4(32), "gptq", met=met), solve(w, inputs, int4(32), "gptq")
+    assert together.method == "gptq"
+    assert error(together) < 0.3 * error(apart)
+    power = sum(np.square(x @ own.T @ v.T).mean() for own, v in zip(w.reshape(2, 12, 96), vectors, strict=True))
+    np.testing.assert_allclose(together.error, error(together) / power, rtol=1e-3)
+    alike = solve(w, inputs, int4(32), "gptq", met=np.stack([np.eye(12, dtype=np.float32)] * 2))
+    assert np.array_equal(restored(alike, int4(32), w.shape), restored(apart, int4(32), w.shape))
+
+
+def test_rows_are_fed_back_as_columns_are() -> None:
+    """The last row of a head is rounded for what the errors of all others call for."""
+    w, inputs, _ = problem(8, 64)
+    met = second(np.random.default_rng(8).standard_normal((40, 8)) @ np.diag(range(1, 9)))  # rows are in order
+    s = solve(w, inputs, int4(32), "gptq", met=met[None])
+    e = restored(s, int4(32), w.shape).astype(np.float64) - w
+    damped = met.astype(np.float64) + np.eye(8) * np.diag(met).mean() * calibrated.MET_DAMPING_PERCENT / 100
+    aim = (
+        w[0] - np.linalg.solve(damped[:1, :1], damped[:1, 1:] @ e[1:])[0]
+    )  # the best of the first row, given all others
+    last = solve(aim[None].astype(np.float32), inputs, int4(32), "gptq")
+    assert np.array_equal(restored(last, int4(32), (1, 64))[0], restored(s, int4(32), w.shape)[0])
+
+
 def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
     """The tokens to fit lie along one direction that the held-out ones never take."""
     w, inputs, _ = problem(16, 64)

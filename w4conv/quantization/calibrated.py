@@ -6,11 +6,16 @@ trace(E H E^T), E = W' - W. H holds the mean of the inputs too, so that errors t
 The inputs are those of a model rounded up to here; what is wanted are the outputs of the model as it was. With the mean
 products B of inputs and of what the outputs of W lack, the loss is trace(E H E^T) - 2 trace(E B^T), but for a constant.
 It is that of rounding W + B (H + damping)^-1 in place of W: GPTQ's problem, with another aim (Li et al. 2025, GPTAQ).
+
+Where it is known what the outputs are multiplied with, as keys are with queries, the errors of the outputs of a head
+count together: with the second moments Q of what they meet, the loss is trace(Q E H E^T). Rows are then rounded one by
+one with feedback between them too, as columns are.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -42,6 +47,7 @@ SHRINKS: Final = (
     *((1 - i / 20, 1 - i / 20) for i in range(9)),
     *((1 - i / 10, 1.0) for i in range(1, 5)), *((1.0, 1 - i / 10) for i in range(1, 5)),
 )  # fmt: skip
+MET_DAMPING_PERCENT: Final = 1  # of that of Q, on it
 REFINEMENTS: Final = 2  # rounds, after which little is to be gained
 JUDGED_ROWS: Final = 256  # of a matrix, spread over it, on which candidates are compared
 
@@ -162,14 +168,16 @@ class Solution:
 
 def solve(
     w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, lack: Lack | None = None,
-    threads: int | None = None,
+    met: F32Array | None = None, threads: int | None = None,
 ) -> Solution:  # fmt: skip
     """w: finite (n_rows, n_columns). method: a key of METHODS. lack: None where the outputs lack nothing.
 
+    met: (n_heads, head_dim, head_dim), of each head's outputs the second moments of what they are multiplied with; None
+    where errors of outputs count each by itself.
     Raises ScaleError.
     """
-    problem = _Problem(w, inputs, lack, scheme, threads)
-    judged = _spread(len(w), JUDGED_ROWS)
+    problem = _Problem(w, inputs, lack, scheme, threads, met=met)
+    judged = problem.to_judge()
     few = problem.of(judged)
     best: tuple[float, str, _Rounding | None] | None = None
     failure: ScaleError | None = None
@@ -226,24 +234,43 @@ class _Rounding:
         q, scales, lows = self.q[tile, :, row], self.scales[tile, :, row], self.lows[tile, :, row]
         return _Rounding(tiled(q), tiled(scales), tiled(lows))
 
+    @classmethod
+    def joined(cls, parts: list[tuple[npt.NDArray[np.intp], _Rounding]]) -> _Rounding:
+        """Rounded rows, each once, in their places."""
+        where = np.argsort(np.concatenate([rows for rows, _ in parts]))
+
+        def whole(of: Callable[[_Rounding], npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
+            return tiled(np.concatenate([untiled(of(r), len(rows)) for rows, r in parts])[where])
+
+        return cls(whole(lambda r: r.q), whole(lambda r: r.scales), whole(lambda r: r.lows))
+
 
 class _Problem:
     def __init__(
         self, w: F32Array, inputs: Inputs, lack: Lack | None, scheme: QuantScheme, threads: int | None,
-        rows: npt.NDArray[np.intp] | None = None,
+        *, met: F32Array | None = None, rows: npt.NDArray[np.intp] | None = None,
     ) -> None:  # fmt: skip
         """rows: which ones of a larger matrix w has, for errors to tell."""
         self._w, self._inputs, self._lack, self._scheme, self._threads = w, inputs, lack, scheme, threads
-        self._rows = rows
+        self._met, self._rows = met, rows
         n = w.shape[1]
         self._size = min(scheme.group_size or n, n)
         self._grid = codes.grid(scheme)
         self._group = (np.arange(n) // self._size).astype(np.int32)
 
+    def to_judge(self) -> npt.NDArray[np.intp]:
+        """At most JUDGED_ROWS rows, or whole heads."""
+        if self._met is None:
+            return _spread(len(self._w), JUDGED_ROWS)
+        n_heads, size, _ = self._met.shape
+        heads = _spread(n_heads, max(JUDGED_ROWS // size, 1))
+        return np.asarray(heads[:, None] * size + np.arange(size)).ravel()
+
     def of(self, rows: npt.NDArray[np.intp]) -> _Problem:
-        """That of some rows."""
+        """That of some rows, of whole heads."""
         lack = self._lack and self._lack.at(rows)
-        return _Problem(self._w[rows], self._inputs, lack, self._scheme, self._threads, rows)
+        met = None if self._met is None else self._met[rows[:: self._met.shape[1]] // self._met.shape[1]]
+        return _Problem(self._w[rows], self._inputs, lack, self._scheme, self._threads, met=met, rows=rows)
 
     def run(self, candidate: str) -> _Rounding:
         tiles = tiled(self._w)
@@ -252,14 +279,44 @@ class _Problem:
         multipliers = np.array(SHRINKS if self._grid.is_shifted else MULTIPLIERS, np.float32)
         if candidate == "search":
             return self._nearest(tiles, *self._search(tiles, multipliers, whole=False))
-        if self._lack is not None:
-            tiles = tiled(self._w + self._inputs.solve(self._lack.fit))
+        aim = self._w if self._lack is None else self._w + self._inputs.solve(self._lack.fit)
+        if self._met is not None:
+            return self._in_turn(aim, self._met)
+        tiles = tiled(aim)
         return self._refined(tiles, self._fed_back(tiles, *self._search(tiles, multipliers, whole=True)))
+
+    def _in_turn(self, aim: F32Array, met: F32Array) -> _Rounding:
+        """The rows of each head one after another, each with what the errors of those before it call for.
+
+        As with columns (reference_gptq.py): with Q = U^T D U the loss is sum_j D_j |e_j + sum_{k > j} U_jk e_k|^2, each
+        square weighted by H, so that row j is best rounded at what is to be less sum_{k > j} U_jk e_k, e = W' - W.
+        """
+        n_heads, size, _ = met.shape
+        order = np.stack([np.argsort(np.diag(q), kind="stable") for q in met])  # (n_heads, size)
+        units = np.stack([self._unit(q, columns) for q, columns in zip(met, order, strict=True)])
+        fed = np.zeros((n_heads, size, aim.shape[1]), np.float32)
+        found: list[tuple[npt.NDArray[np.intp], _Rounding]] = []
+        for j in reversed(range(size)):
+            rows = order[:, j] + np.arange(n_heads) * size
+            named = rows if self._rows is None else self._rows[rows]
+            part = _Problem(aim[rows] - fed[:, j], self._inputs, None, self._scheme, self._threads, rows=named)
+            found.append((rows, part.run("gptq")))
+            e = part.restored(found[-1][1]) - aim[rows]
+            fed[:, :j] += units[:, :j, j, None] * e[:, None]
+        return _Rounding.joined(found)
+
+    def _unit(self, q: F32Array, columns: npt.NDArray[np.intp]) -> F32Array:
+        damping = np.full(len(q), np.diag(q).mean(dtype=np.float64) * MET_DAMPING_PERCENT / 100 or 1.0)
+        return _definite(q, columns, damping, self._threads)[1]
+
+    def restored(self, r: _Rounding) -> F32Array:
+        """What W has become."""
+        return untiled(levels_of(r.q, self._grid) * self.wide(r.scales), len(self._w))
 
     def loss(self, r: _Rounding) -> float:
         """Mean square error of the outputs on the held-out tokens, but for a constant."""
-        e = untiled(levels_of(r.q, self._grid) * self.wide(r.scales), len(self._w)) - self._w
-        gained = 0.0 if self._lack is None else _sum(e.astype(np.float64) * self._lack.held_out)
+        e = self.restored(r) - self._w
+        gained = 0.0 if self._lack is None else _sum(self._weighed(e).astype(np.float64) * self._lack.held_out)
         return self._error(e) - 2 * gained
 
     def power(self) -> float:
@@ -267,7 +324,14 @@ class _Problem:
         return self._error(self._w)
 
     def _error(self, e: F32Array) -> float:
-        return output_error(e, self._inputs.held_out, threads=self._threads)
+        return _sum(_product(e, self._inputs.held_out, self._threads).astype(np.float64) * self._weighed(e))
+
+    def _weighed(self, e: F32Array) -> F32Array:
+        """Q e, head by head."""
+        if self._met is None:
+            return e
+        heads = e.reshape(*self._met.shape[:2], e.shape[1])
+        return np.concatenate([_product(q, own, self._threads) for q, own in zip(self._met, heads, strict=True)])
 
     def n_underflowed(self, r: _Rounding) -> int:
         lost = (tiled(self._w) != 0) & (self.wide(r.scales) == 0)
