@@ -228,8 +228,8 @@ class TextCalibrator(Calibrator):
         self, layer: int, linears: dict[str, TensorSpec], vectors: dict[str, F32Array], inputs: F32Array
     ) -> dict[str, F32Array]:
         """What keys are multiplied with: the queries of the model as it was. inputs: those of q and k."""
-        spec = self._spec
-        if spec.qk_norm or not {"k_proj", "q_proj"} <= linears.keys() or linears["k_proj"].name not in self._methods:
+        spec, keys = self._spec, linears.get("k_proj")
+        if keys is None or spec.qk_norm or "gptq" not in METHODS[self._methods.get(keys.name, "rtn")]:
             return {}
         t = linears["q_proj"]
         w = codes.as_f32(self._source.read(t.name), self._source.tensors[t.name].dtype)
