@@ -29,7 +29,7 @@ F32Array = npt.NDArray[np.float32]
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as the container has them
 
 TIED_SHARE: Final = 4  # one sequence in so many is run to see what a tied head reads
-MET_SHARE: Final = 4  # one sequence in so many shows what queries are like: moments of head_dim values need no more
+MET_SHARE: Final = 4  # one sequence in so many shows what queries are like
 _READ_ROWS: Final = 1 << 13
 NORMED: Final = ("qkv", "gate_up")  # places whose rows a norm gives
 
