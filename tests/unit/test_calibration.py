@@ -11,12 +11,16 @@ from blake3 import blake3
 from helpers import WORDS, make_llama_dir, write_safetensors
 
 from w4conv import codes, kernels
+from w4conv.calibration_text import read_calibration
 from w4conv.container import open_container
 from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization import calibrated
 from w4conv.quantization.calibrated import Inputs, Lack, output_error, solve
+from w4conv.quantization.scores import Turns
+from w4conv.runtime.layers import LayeredSource
 from w4conv.scheme import QuantScheme, int4, int8
+from w4conv.sources import open_source
 from w4conv.verification import verify
 
 SMALL: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32}
@@ -115,6 +119,32 @@ def test_errors_of_a_head_count_together() -> None:
     np.testing.assert_allclose(together.error, error(together) / power, rtol=1e-3)
     alike = solve(w, inputs, int4(32), "gptq", met=np.stack([np.eye(12, dtype=np.float32)] * 2))
     assert np.array_equal(restored(alike, int4(32), w.shape), restored(apart, int4(32), w.shape))
+
+
+def test_keys_are_rounded_for_the_queries_they_meet(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_llama_dir(tmp_path / "model", dtype="F32", architecture="Qwen2ForCausalLM", layers=1)
+    found: list[tuple[Any, Any]] = []
+
+    def keep(w: Any, *args: Any, met: Any, **options: Any) -> Any:
+        found.append((w, met))
+        return solve(w, *args, met=met, **options)
+
+    monkeypatch.setattr("w4conv.calibration.solve", keep)
+    quantize(model, tmp_path / "o.w4", calibration=text, embeddings="f32", group_size=32, **SMALL)
+    with open_source(model) as source:
+        layers = LayeredSource(source)
+        parts = ("q_proj.weight", "q_proj.bias", "k_proj.weight")
+        w, bias, keys = (source.read(f"model.layers.0.self_attn.{part}") for part in parts)
+        sequences = read_calibration(text, source.blobs, layers.spec, tokens=512, ctx=32).sequences
+        inputs = [layers.layer(0).model.observe(layers.embed(s), "qkv") for s in sequences[::4]]
+        heads = (np.concatenate(inputs) @ w.T + bias).reshape(-1, 2, 2, 16)  # two query heads share a head of keys
+        turns = Turns(layers.spec, 0, 32)
+    expected = [turns.mean(second(heads[:, i].reshape(-1, 16))) for i in range(2)]
+    np.testing.assert_allclose(found[1][1], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(found[1][0], keys)
+    assert all(met is None for _, met in (found[0], *found[2:]))
 
 
 def test_rows_are_fed_back_as_columns_are() -> None:
