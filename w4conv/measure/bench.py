@@ -252,9 +252,12 @@ class _Run:
         linear = [t for t in spec.tensors() if t.role in ("linear", "router")]
         self._linear_macs = sum(spec.used_by_token(t, math.prod(t.shape)) for t in linear)
         self._head_macs = spec.vocab_size * spec.hidden_size
+        nbytes = {t.part: sum(part.nbytes for part in stored[t.name].parts) for t in spec.tensors() if t.layer is None}
+        self._head_nbytes = nbytes["embed_tokens" if spec.tied_head else "lm_head"]
         # All experts, as the tokens of a pass spread over them.
-        whole = [t for t in spec.tensors() if t.role != "embedding" or spec.tied_head]
-        self._pass_nbytes = sum(part.nbytes for t in whole for part in stored[t.name].parts)
+        layers = [t for t in spec.tensors() if t.layer is not None]
+        self._layers_nbytes = sum(part.nbytes for t in layers for part in stored[t.name].parts)
+        self._layers_nbytes += nbytes["norm"]
         integers = any(stored[t.name].scheme.kind in ("int4", "int4z", "int4o", "e2m1", "int8") for t in linear)
         self._operands = model.activations if integers else "float"
 
@@ -310,8 +313,8 @@ class _Run:
 
     def _prefill(self) -> Prefill:
         n = len(self._prompt)
-        passes = math.ceil(n / kernels.PASS_TOKENS)  # each reads the weights, and makes logits of its last token
-        macs = self._linear_macs * n + self._head_macs * passes
+        passes = math.ceil(n / kernels.PASS_TOKENS)  # each reads the layers, the last one the head too
+        macs = self._linear_macs * n + self._head_macs
         gmacs = [macs / r.prefill_seconds / 1e9 for r in self.rounds]
         return Prefill(
             n_tokens=n,
@@ -319,7 +322,7 @@ class _Run:
             tokens_per_second=Rate.of([n / r.prefill_seconds for r in self.rounds]),
             gmacs=Rate.of(gmacs),
             peak_share=Rate.of([g / r.peak_gmacs for g, r in zip(gmacs, self.rounds, strict=True)]),
-            macs_per_byte=macs / (passes * self._pass_nbytes),
+            macs_per_byte=macs / (passes * self._layers_nbytes + self._head_nbytes),
             parts={part: s / n * 1e3 for part, s in self._prefill_parts.items()},
             counters=_per_token([r.prefill_counts for r in self.rounds], n),
         )

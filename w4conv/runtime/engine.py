@@ -314,7 +314,8 @@ class Session:
         # Pieces of the native limit, so that an interrupt is seen between them.
         for start in range(0, tokens.size, _native.MAX_TOKENS):
             piece = tokens[start : start + _native.MAX_TOKENS]
-            rows = out[start : start + piece.size] if len(out) == tokens.size else out
+            last = start + piece.size == tokens.size
+            rows = out[start : start + piece.size] if len(out) == tokens.size else out if last else out[:0]
             self._model.forward(self._session, piece, rows)
             self._n_since += piece.size
             if self._n_since >= _native.MAX_TOKENS:

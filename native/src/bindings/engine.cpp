@@ -176,14 +176,14 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
   require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
   require(m.model.embedding.is_there() && m.model.final_norm.n > 0, "no embedding or final norm");
-  require(n_out == 1 || n_out == n, "logits: rows are neither 1 nor the number of tokens");
+  require(n_out <= 1 || n_out == n, "logits: rows are neither 0, 1 nor the number of tokens");
   require(static_cast<int64_t>(logits.shape(1)) == c.vocab_size, "logits: rows are not vocab_size long");
   for (size_t i = 0; i < tokens.size(); i++) {
     require(tokens.data()[i] >= 0 && tokens.data()[i] < c.vocab_size, "a token id is outside the vocabulary");
   }
   const nb::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(m.turn);
-  m.model.forward(session, tokens.data(), n, n_out == n, logits.data());
+  m.model.forward(session, tokens.data(), n, n_out == n, n_out == 0 ? nullptr : logits.data());
 }
 
 void restart_stopwatch(BoundModel& m) {

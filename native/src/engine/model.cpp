@@ -408,6 +408,7 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
   each_token(n, [&](int64_t m) { embed(tokens[m], x[m]); });
   for (int64_t i = 0; i < c.n_layers(); i++) run_layer(i, session, n, x.data);
   session.advance(n);
+  if (logits == nullptr) return;
   const int64_t n_out = all_logits ? n : 1;
   finish(x[n - n_out], n_out, logits);
 }

@@ -124,7 +124,7 @@ class Model {
   Stopwatch stopwatch;
 
   // Append n <= kMaxTokens tokens (ids below vocab_size; room in the session). logits: [n or 1][vocab_size], for all
-  // tokens or the last one.
+  // tokens or the last one; or null.
   void forward(Session& session, const int32_t* tokens, int64_t n, bool all_logits, float* logits);
 
   // One layer on hidden rows x [n][padded hidden_size] of the session's next n <= kMaxTokens positions, in place. The
