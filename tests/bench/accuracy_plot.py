@@ -52,7 +52,9 @@ def draw(model: str, points: list[Point]) -> str:
             p.bits, p.kld, colour(SERIES.index(p.series)), title=f"{p.name}: {p.bits:g} bits, KLD {p.kld:g}",
             low=p.kld - p.stderr, high=p.kld + p.stderr, square=p.series.startswith("llama"),
         )  # fmt: skip
-        if p.series == "llama.cpp":  # beside its namesake with importances, at nearly the same bits
+        # On the other side of it where the name of its neighbour is close.
+        close = any(abs(q.bits - p.bits) < 0.1 and 0.85 < q.kld / p.kld < 1 for q in points)
+        if close and p.series == "llama.cpp":
             chart.text(p.bits, p.kld, p.name, dx=-9, dy=4, anchor="end")
         else:
             chart.text(p.bits, p.kld, p.name, dx=9, dy=4)
