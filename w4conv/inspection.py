@@ -262,7 +262,7 @@ def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokeniz
         file = TokenizerFile(blobs.get("tokenizer.json", b"{}"))
     except InputError:
         return None
-    if "model" not in file.settings:
+    if not isinstance(file.settings.get("model"), dict):
         return None
     settings = _json(blobs, "tokenizer_config.json")
 

@@ -17,7 +17,7 @@ constexpr int kMaxDepth = 64;
 // Walks through JSON, and looks only at what is asked for.
 class Reader {
  public:
-  Reader(std::string_view text, size_t at = 0) : text_(text), at_(at) {}
+  explicit Reader(std::string_view text) : text_(text) {}
 
   size_t position() const { return at_; }
   char peek() {
@@ -89,7 +89,7 @@ class Reader {
   }
 
   std::string_view text_;
-  size_t at_;
+  size_t at_ = 0;
 };
 
 uint32_t hex4(std::string_view digits) {

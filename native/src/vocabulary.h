@@ -22,7 +22,7 @@ class Vocabulary {
   std::optional<std::string> token(int64_t id) const;
   std::optional<int64_t> id(std::string_view token) const;
   size_t size() const { return tokens_.size(); }
-  size_t n_ids() const { return by_id_.size(); }  // the highest one and 1
+  size_t n_ids() const { return by_id_.size(); }  // one more than the highest
 
  private:
   struct Span {

@@ -102,7 +102,7 @@ def root(
 
 def main() -> None:
     """Entry point: runs one command and exits with its code."""
-    # numpy's BLAS has nothing to do here, and its threads spin when they start: a third of the time of a short command.
+    # numpy's BLAS has nothing to do here, and its threads spin when they start: 60 ms where the cores are wanted.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     code = _run(sys.argv[1:])
     try:

@@ -108,10 +108,11 @@ def run(
             # Before the mapping is closed, which takes a large file some 50 ms.
             if json:
                 _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
-            elif not generation.text.endswith("\n"):
-                _output.write("\n")
-            if stats and not json:
-                _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
+            else:
+                if not generation.text.endswith("\n"):
+                    _output.write("\n")
+                if stats:
+                    _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
     if generation.finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

@@ -22,7 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from w4conv.errors import InputError, UsageError
-from w4conv.runtime.tokenizer import json_object
+from w4conv.runtime.tokenizer_file import json_object
 from w4conv.sources.base import TOOL_TEMPLATE
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20

@@ -12,7 +12,6 @@ UTF-8 sequences, and decoders strip the space at the start of what they take for
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -21,6 +20,7 @@ from tokenizers import AddedToken
 
 from w4conv.errors import InputError, UsageError
 from w4conv.runtime.package_tokenizer import PackageTokenizer
+from w4conv.runtime.tokenizer_file import is_id, json_object
 
 # Tokens by which chat models end a turn. A model may name only one of them as its EOS, or none.
 END_OF_TURN: Final = (
@@ -234,23 +234,10 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF: Final = _byte_alphabet()
 
 
-def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The JSON object stored as blob `name`; empty when there is none. Raises InputError when it is no JSON object."""
-    if name not in blobs:
-        return {}
-    try:
-        value = json.loads(blobs[name])
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{name} holds {type(value).__name__}, expected a JSON object")
-    return value
-
-
 def _ids(value: object) -> list[int]:
     """Token ids out of an int, a list of ints, or nothing."""
     values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+    return [v for v in values if is_id(v)]
 
 
 def _added_token(value: object, *, special: bool) -> AddedToken:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from w4conv import _native
 from w4conv.errors import InputError
@@ -23,17 +24,11 @@ class TokenizerFile:
             text = self.vocabulary.shortened("", set(), "")
         except ValueError:
             self.vocabulary, text = None, document
-        try:
-            settings = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"tokenizer.json is not valid JSON: {error}") from None
-        if not isinstance(settings, dict):
-            raise InputError(f"tokenizer.json holds {type(settings).__name__}, expected a JSON object")
-        self.settings: dict[str, Any] = settings
+        self.settings = json_object({"tokenizer.json": text}, "tokenizer.json")
         self.added = {
             token["id"]: str(token.get("content"))
-            for token in _list(settings.get("added_tokens"))
-            if isinstance(token, dict) and _is_id(token.get("id"))
+            for token in _list(self.settings.get("added_tokens"))
+            if isinstance(token, dict) and is_id(token.get("id"))
         }
         self._own = {} if self.vocabulary is not None else _tokens(self.model.get("vocab"))
 
@@ -67,16 +62,29 @@ class TokenizerFile:
         return None if found is None else found.decode(errors="replace")
 
 
+def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The JSON object stored as blob `name`; empty when there is none. Raises InputError when it is no JSON object."""
+    if name not in blobs:
+        return {}
+    try:
+        value = json.loads(blobs[name])
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{name} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is_id(value: object) -> bool:
+def is_id(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _tokens(vocab: object) -> dict[int, str]:
     """id -> token, of a mapping the other way, or of a list of [token, score]."""
     if isinstance(vocab, dict):
-        return {i: token for token, i in vocab.items() if _is_id(i)}
+        return {i: token for token, i in vocab.items() if is_id(i)}
     return {i: str(entry[0]) for i, entry in enumerate(_list(vocab)) if isinstance(entry, list) and entry}
