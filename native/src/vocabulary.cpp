@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <limits>
 #include <stdexcept>
 
@@ -11,6 +10,9 @@ namespace {
 
 constexpr uint32_t kMaxId = 1 << 24;
 constexpr int kMaxDepth = 64;
+// From where a token should be in the hash table. Half of it is free, so that a few dozen is far; tokens that were made to
+// collide would be as many to go through for each.
+constexpr size_t kMaxDistance = 1000;
 
 [[noreturn]] void refuse() { throw std::invalid_argument("not a tokenizer.json of byte pairs"); }
 
@@ -157,7 +159,12 @@ std::string_view text_of(std::string_view s, std::string& buffer) {
   return buffer;
 }
 
-uint32_t hash_of(std::string_view s) { return static_cast<uint32_t>(std::hash<std::string_view>{}(s)); }
+// FNV-1a.
+uint32_t hash_of(std::string_view s) {
+  uint32_t hash = 0x811C9DC5;
+  for (const char c : s) hash = (hash ^ static_cast<unsigned char>(c)) * 0x01000193;
+  return hash;
+}
 
 // The runs of three bytes of a text; some that it does not have are taken for its own.
 class Runs {
@@ -229,11 +236,12 @@ Vocabulary::Vocabulary(std::string_view document) : document_(document) {
   if (json.peek() != '\0' || n_models != 1 || n_vocabs != 1 || n_merges != 1) refuse();
   places_.assign(std::bit_ceil(2 * tokens_.size() + 1), -1);
   for (size_t i = 0; i < tokens_.size(); ++i) {
-    int32_t& place = places_[place_of(text(tokens_[i], buffer))];
-    const uint32_t id = tokens_[i].id;
-    if (id >= by_id_.size()) by_id_.resize(id + 1, -1);
-    if (place >= 0 || by_id_[id] >= 0) refuse();
-    place = by_id_[id] = static_cast<int32_t>(i);
+    const Token& token = tokens_[i];
+    const size_t place = place_of(text(token, buffer));
+    if (((place - token.hash) & (places_.size() - 1)) > kMaxDistance) refuse();
+    if (token.id >= by_id_.size()) by_id_.resize(token.id + 1, -1);
+    if (places_[place] >= 0 || by_id_[token.id] >= 0) refuse();
+    places_[place] = by_id_[token.id] = static_cast<int32_t>(i);
   }
 }
 

@@ -63,3 +63,21 @@ def test_odd_values_are_no_tokens(document: object) -> None:
 def test_what_is_no_json_object(document: bytes) -> None:
     with pytest.raises(InputError, match=r"tokenizer\.json"):
         TokenizerFile(document)
+
+
+def fnv1a(text: str) -> int:
+    h = 0x811C9DC5
+    for byte in text.encode():
+        h = (h ^ byte) * 0x01000193 % (1 << 32)
+    return h
+
+
+def test_tokens_that_are_made_to_collide_are_not_looked_up() -> None:
+    """Of a table of 8,192 places for 2,048 tokens they would fill one end, so that each had to go by all before it."""
+    tokens = [f"t{i}" for i in range(200_000)]
+    colliding = [t for t in tokens if fnv1a(t) % 8192 < 64][:1200]
+    for first, expected in ((colliding, True), (tokens[:1200], False)):
+        vocab = dict.fromkeys([*first, *(f"u{i}" for i in range(2048 - len(first)))])
+        file = file_of({"model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(vocab)}, "merges": []}})
+        assert (file.vocabulary is None) == expected
+        assert [file.token(i) for i in (0, 1199, 2047)] == [first[0], first[1199], "u847"]
