@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from w4conv.cli._report import THEME
-from w4conv.cli._svg import STYLE, Axis, Chart, colour
+from w4conv.cli._svg import CHARACTER, LEFT, STYLE, Axis, Chart, colour
 
 HEADING = "## All beside each other"
 SERIES = ("w4conv, calibrated", "w4conv, without a text", "llama.cpp, with importances", "llama.cpp")
@@ -52,9 +52,11 @@ def draw(model: str, points: list[Point]) -> str:
             p.bits, p.kld, colour(SERIES.index(p.series)), title=f"{p.name}: {p.bits:g} bits, KLD {p.kld:g}",
             low=p.kld - p.stderr, high=p.kld + p.stderr, square=p.series.startswith("llama"),
         )  # fmt: skip
-        # On the other side of it where the name of its neighbour is close.
-        close = any(abs(q.bits - p.bits) < 0.1 and 0.85 < q.kld / p.kld < 1 for q in points)
-        if close and p.series == "llama.cpp":
+        # On the left where another mark would lie in the name, and there is room.
+        (px, py), width = chart.at(p.bits, p.kld), 9 + CHARACTER * len(p.name)
+        others = (chart.at(q.bits, q.kld) for q in points)
+        crossed = any(px < qx < px + width + 5 and abs(qy - py) < 10 for qx, qy in others)
+        if crossed and px - width > LEFT:
             chart.text(p.bits, p.kld, p.name, dx=-9, dy=4, anchor="end")
         else:
             chart.text(p.bits, p.kld, p.name, dx=9, dy=4)
