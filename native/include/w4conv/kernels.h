@@ -88,6 +88,8 @@ struct Matrix {
 // 16: dword p = a pair of int16. Of 8 columns k.. the pairs are (0,2) (4,6) (1,3) (5,7), the order in which masks and
 //     shifts bring out the nibbles of a line.
 // 8:  dword p = columns 4p to 4p + 3.
+// 16 of one token, on tiers that multiply any bytes: of 8 columns k.., the low bytes of k to k + 3, their high bytes, and
+//     the same of k + 4 to k + 7.
 struct IntActivations {
   int64_t n_tokens = 0, n_columns = 0, block = 0;
   int bits = 16;

@@ -52,6 +52,30 @@ struct KvSizes {
   }
 };
 
+// The tiles of a product as tasks: in rounds of one chunk for each thread, every round a third of what is left. So chunks
+// are long at first, as a thread then streams through memory, and short at last, which evens out a busy core. Whole fours
+// of tiles suit the kernels.
+struct Shares {
+  int64_t n_tiles;
+  int n_threads;
+
+  int64_t n_tasks() const {
+    int64_t n = 0;
+    for (int64_t begin = 0; begin < n_tiles; begin += n_threads * chunk(begin)) n += n_threads;
+    return n;
+  }
+  // The first one of a task and the one behind its last; the last round may have none left for some threads.
+  std::pair<int64_t, int64_t> tiles(int64_t task) const {
+    int64_t begin = 0;
+    for (; task >= n_threads; task -= n_threads) begin += n_threads * chunk(begin);
+    const int64_t first = begin + task * chunk(begin);
+    return {std::min(n_tiles, first), std::min(n_tiles, first + chunk(begin))};
+  }
+
+ private:
+  int64_t chunk(int64_t begin) const { return pad_to((n_tiles - begin) / (3 * n_threads) + 1, 4); }
+};
+
 }  // namespace
 
 Session::Session(const ModelConfig& c, const KvConfig& kv) : n_positions_(kv.n_positions) {
@@ -118,14 +142,10 @@ void Model::multiply(const std::vector<Product>& products, Part part) {
   const Stopwatch::Lap lap(stopwatch, part);
   int64_t n_tiles = 0;
   for (const Product& p : products) n_tiles += p.linear->weight.n_tiles();
-  // Whole fours of tiles suit the kernels. Long chunks first, as a thread then streams through memory; the rest by fours,
-  // which evens out a busy core.
-  const int64_t chunk = pad_to(n_tiles / (pool_.n_threads() * 8) + 1, 4);
-  const int64_t n_long = n_tiles * 3 / 4 / chunk, rest = n_long * chunk;
-  pool_.run(n_long + (n_tiles - rest + 3) / 4, [&](int64_t task, int thread) {
+  const Shares shares{n_tiles, pool_.n_threads()};
+  pool_.run(shares.n_tasks(), [&](int64_t task, int thread) {
     char* scratch = scratch_.as<char>() + kScratchBytes * static_cast<size_t>(thread);
-    const int64_t begin = task < n_long ? task * chunk : rest + (task - n_long) * 4;
-    const int64_t end = std::min(n_tiles, begin + (task < n_long ? chunk : 4));
+    const auto [begin, end] = shares.tiles(task);
     int64_t first = 0;
     for (const Product& p : products) {
       const int64_t n = p.linear->weight.n_tiles();

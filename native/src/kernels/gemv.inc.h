@@ -61,12 +61,23 @@ template <Kind kKind, int kBits, bool kApart, int kDword = 0, int kN, int kToken
   if constexpr (kBits == 16 && kDword < 3) add_octets<kKind, kBits, kApart, kDword + 1>(octets, a, first, sum, odd);
 }
 
+// The same for one vector and one token, with activations in digits (weights.inc.h): sums of products with the low digits,
+// and with the high ones. The unsigned side is the digits there and the weights here, signed ones as w + 128.
+template <Kind kKind>
+[[gnu::always_inline]] inline void add_digits(const Octet& o, const int32_t* a, vi& low, vi& high) {
+  const vi w0 = operand<kKind, 8, false, 0>(o), w1 = operand<kKind, 8, false, 1>(o);
+  const vi flip = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+  low = dot_bytes(low, splat_int(a[0]), w0 ^ flip, splat_int(a[2]), w1 ^ flip);
+  high = dot_bytes(high, w0, splat_int(a[1]), w1, splat_int(a[3]));
+}
+
 // kTokensNow tokens, all there are, and up to kTilesNow tiles; where there are fewer, the last one is taken again.
 template <Kind kKind, int kBits, int kTokensNow, int kTilesNow>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, float* sums) {
   constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   constexpr int kV = kTilesNow * kVectors;
   constexpr bool kApart = kBits == 16 && 2 * kTokensNow <= kTokens;
+  constexpr bool kDigits = in_digits(kBits, kTokensNow);
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
@@ -86,7 +97,8 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
                           16;
     const auto place = [&](int i) { return ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes; };
     const int32_t* const neg8_sums = x.neg8_sums + block * kTokensNow;
-    vi isum[kTokensNow][kV], odd[kTokensNow][kV];
+    vi isum[kTokensNow][kV], odd[kTokensNow][kV];  // of digits: of the low ones, of the high ones
+    vi bias = {};                                  // 128 times the high digits themselves
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
       vi points = {};
@@ -115,7 +127,15 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
           const uint32_t* const from = line + tiles[(first + i) / kVectors] * n_lines * 16;
           octets[i] = load_octet<kKind>(from + (first + i) % kVectors * kLanes, next);
         }
-        add_octets<kKind, kBits, kApart>(octets, a, first, isum, odd);
+        if constexpr (kDigits) {
+          add_digits<kKind>(octets[0], a, isum[0][first], odd[0][first]);
+        } else {
+          add_octets<kKind, kBits, kApart>(octets, a, first, isum, odd);
+        }
+      }
+      if constexpr (kDigits && biased(kKind)) {
+        const vi all = splat_int(static_cast<int32_t>(0x80808080u));
+        bias = dot_bytes(bias, all, splat_int(a[1]), all, splat_int(a[3]));
       }
     }
     vf w_scales[kV], w_offsets[kV];
@@ -129,7 +149,11 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
       const vf a_scale = splat(x.scales[block * kTokensNow + t]);
 #pragma GCC unroll 4
       for (int i = 0; i < kV; i++) {
-        if constexpr (kApart) isum[t][i] += is_bytes(kKind) ? odd[t][i] : odd[t][i] >> 4;
+        if constexpr (kDigits) {
+          isum[t][i] += (odd[t][i] - bias) << 8;
+        } else if constexpr (kApart) {
+          isum[t][i] += is_bytes(kKind) ? odd[t][i] : odd[t][i] >> 4;
+        }
         float* const sum = sums + (t * kV + i) * kLanes;
         vf next = load(sum) + __builtin_convertvector(isum[t][i], vf) * (w_scales[i] * a_scale);
         if constexpr (kKind == Kind::kInt4o) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);

@@ -136,6 +136,7 @@ inline vi pack_bytes(vi codes) {
 void prepare_int(const float* x, int64_t m, const IntActivations& out) {
   const Place dwords = place_of(m, out.n_tokens, out.n_dwords());
   const Place blocks = place_of(m, out.n_tokens, out.n_blocks());
+  const bool digits = in_digits(out.bits, out.n_tokens);
   uint32_t* p = out.dwords + dwords.offset;
   for (int64_t block = 0; block < out.n_blocks(); block++) {
     const int64_t column = block * out.block;
@@ -151,28 +152,31 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
 
     const float scale = scale_of(top_bits, out.bits == 8 ? 127.0f : 32767.0f);
     int32_t sum = 0;
-    alignas(64) uint32_t packed[kBlock] = {};
+    alignas(64) uint32_t packed[kBlock] = {}, high[kBlock] = {};
     if (scale > 0) {
       const vf divisor = splat(scale);
       vi sums = {};
       for (int64_t i = 0; i < padded; i += kLanes) {
         const vi code = round_to_int(load(x + column + i) / divisor);
         sums += code;
-        store_bits(packed + i, out.bits == 8 ? pack_bytes(code) : pack_pairs(code));
+        store_bits(packed + i, out.bits == 8 || digits ? pack_bytes(code) : pack_pairs(code));
+        if (digits) store_bits(high + i, pack_bytes(code >> 8));
       }
       for (int i = 0; i < kLanes; i++) sum += sums[i];
     }
     out.scales[blocks.offset + block * blocks.step] = scale;
     out.neg8_sums[blocks.offset + block * blocks.step] = -8 * sum;
     for (int64_t i = 0; i < pad_to(n, 8); i += 8) {
-      auto put = [&](int lane) {
-        *p = packed[i + lane];
+      auto put = [&](uint32_t dword) {
+        *p = dword;
         p += dwords.step;
       };
-      if (out.bits == 8) {
-        put(0), put(4);
+      if (digits) {
+        put(packed[i]), put(high[i]), put(packed[i + 4]), put(high[i + 4]);
+      } else if (out.bits == 8) {
+        put(packed[i]), put(packed[i + 4]);
       } else {
-        put(0), put(4), put(1), put(5);
+        put(packed[i]), put(packed[i + 4]), put(packed[i + 1]), put(packed[i + 5]);
       }
     }
   }

@@ -2,6 +2,10 @@
 
 constexpr int64_t kPrefetchOctets = 16;  // columns / 8 fetched ahead of those in use
 
+// Where dot_bytes takes any byte, the 16-bit activations of one token are kept as two digits of base 256, the low one
+// unsigned and the high one signed: codes of 4 bits need fewer masks and shifts so.
+constexpr bool in_digits(int bits, int64_t n_tokens) { return kWideBytes && bits == 16 && n_tokens == 1; }
+
 struct Scales {
   const void* values;
   bool wide;
