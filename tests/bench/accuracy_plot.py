@@ -36,7 +36,7 @@ def read_points(page: str) -> list[Point]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) > 5 and cells[1] in SERIES:
             kld, stderr = re.findall(r"\d+\.\d+", cells[5])
-            model, name = cells[0].split(" (")[0], cells[2].replace("`", "").removesuffix(" °")
+            model, name = cells[0].split(" (")[0], cells[2].replace("`", "")
             found.append(Point(model, cells[1], name, float(cells[3]), float(kld), float(stderr)))
     return found
 
