@@ -103,7 +103,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="TEXT|STATS",
-            help="UTF-8 text on which activations are observed; or what w4conv calibrate or llama-imatrix made of one",
+            help="UTF-8 text, of the kind and form the model will read; or what w4conv calibrate or llama-imatrix made "
+            "of one",
         ),
     ] = None,
     calibration_tokens: Annotated[
