@@ -52,14 +52,15 @@ def draw(model: str, points: list[Point]) -> str:
             p.bits, p.kld, colour(SERIES.index(p.series)), title=f"{p.name}: {p.bits:g} bits, KLD {p.kld:g}",
             low=p.kld - p.stderr, high=p.kld + p.stderr, square=p.series.startswith("llama"),
         )  # fmt: skip
-        # On the left where another mark would lie in the name, and there is room.
-        (px, py), width = chart.at(p.bits, p.kld), 9 + CHARACTER * len(p.name)
-        others = (chart.at(q.bits, q.kld) for q in points)
-        crossed = any(px < qx < px + width + 5 and abs(qy - py) < 10 for qx, qy in others)
-        if crossed and px - width > LEFT:
+        # Where another mark would lie in the name: on the left or, without room there either, above.
+        (px, py), width = chart.at(p.bits, p.kld), 14 + CHARACTER * len(p.name)
+        near = [qx - px for qx, qy in (chart.at(q.bits, q.kld) for q in points) if abs(qy - py) < 10]
+        if not any(0 < x < width for x in near):
+            chart.text(p.bits, p.kld, p.name, dx=9, dy=4)
+        elif px - width > LEFT - 5 and not any(-width < x < 0 for x in near):
             chart.text(p.bits, p.kld, p.name, dx=-9, dy=4, anchor="end")
         else:
-            chart.text(p.bits, p.kld, p.name, dx=9, dy=4)
+            chart.text(p.bits, p.kld, p.name, dx=-5, dy=-9)
     return chart.svg(f"Divergence over bits per weight: {model}", style=THEME + STYLE)
 
 
