@@ -11,7 +11,7 @@ TileStatus TileConverter::convert(const Kernels& kernels, const uint8_t* rows, D
     return kernels.pack_tile(rows, row_nbytes, dtype, n_rows, n_columns_, kind_, lines, row_.data(), bytes_.data());
   }
   return kernels.quantize_tile(rows, row_nbytes, dtype, n_rows, n_columns_, kind_, group_size_, lines, scales, zero_points,
-                               row_.data(), reinterpret_cast<int8_t*>(bytes_.data()));
+                               row_.data());
 }
 
 BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* values, Dtype dtype, int64_t n_rows,

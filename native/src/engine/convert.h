@@ -11,7 +11,7 @@ namespace w4conv {
 class TileConverter {
  public:
   TileConverter(Kind kind, int64_t n_columns, int64_t group_size)
-      : kind_(kind), n_columns_(n_columns), group_size_(group_size), row_(n_columns + 32), bytes_((n_columns + 32) * 4) {}
+      : kind_(kind), n_columns_(n_columns), group_size_(group_size), row_(16 * (n_columns + 32)), bytes_((n_columns + 32) * 4) {}
 
   // n_rows (up to 16) rows of values -> lines, and for kinds with groups scales and zero points (null where there are none).
   TileStatus convert(const Kernels& kernels, const uint8_t* rows, Dtype dtype, int n_rows, uint32_t* lines, uint16_t* scales,

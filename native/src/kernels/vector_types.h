@@ -23,8 +23,8 @@ inline void store_bits(void* p, vi x) { *reinterpret_cast<vi_unaligned*>(p) = x;
 inline vf splat(float x) { return x - vf{}; }
 inline vi splat_int(int32_t x) { return x - vi{}; }
 inline vu splat_bits(uint32_t x) { return x - vu{}; }
-inline vu select_bits(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
-inline vf select(vi mask, vf yes, vf no) { return (vf)select_bits(mask, (vu)yes, (vu)no); }
+inline vu select_bits(vi mask, vu yes, vu no) { return mask ? yes : no; }
+inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 
 // Lane i of the result is lane i + kBy of x; the last kBy lanes are of no use.
 template <int kBy, class V>
@@ -43,4 +43,43 @@ inline V folded(V x, const F& f) {
   } else {
     return x;
   }
+}
+
+// Lane i of the result is lane from(i) of a and, counted on, b.
+template <class F>
+inline vf shuffled(vf a, vf b, const F& from) {
+  vi lanes;
+  for (int i = 0; i < kLanes; i++) lanes[i] = from(i);
+  return __builtin_shuffle(a, b, lanes);
+}
+// Blocks of kSize x kSize off the diagonals of those twice as large change places, of ever larger ones.
+template <int kSize>
+[[gnu::always_inline]] inline void swap_blocks(vf (&x)[kLanes]) {
+  if constexpr (kSize < kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) {
+      if (i & kSize) continue;
+      const vf a = x[i], b = x[i + kSize];
+      x[i] = shuffled(a, b, [](int j) { return j & kSize ? kLanes + j - kSize : j; });
+      x[i + kSize] = shuffled(a, b, [](int j) { return j & kSize ? kLanes + j : j + kSize; });
+    }
+    swap_blocks<2 * kSize>(x);
+  }
+}
+// Rows become columns: first within squares of 4 lanes, for which every target has instructions.
+[[gnu::always_inline]] inline void transpose(vf (&x)[kLanes]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; i += 4) {
+    const auto low = [](int j) { return j / 4 * 4 + j % 4 / 2 + j % 2 * kLanes; };
+    const auto high = [](int j) { return j / 4 * 4 + j % 4 / 2 + j % 2 * kLanes + 2; };
+    const vf ab0 = shuffled(x[i], x[i + 1], low), ab2 = shuffled(x[i], x[i + 1], high);
+    const vf cd0 = shuffled(x[i + 2], x[i + 3], low), cd2 = shuffled(x[i + 2], x[i + 3], high);
+    const auto left = [](int j) { return j / 4 * 4 + j % 2 + j % 4 / 2 * kLanes; };
+    const auto right = [](int j) { return j / 4 * 4 + j % 2 + j % 4 / 2 * kLanes + 2; };
+    x[i] = shuffled(ab0, cd0, left);
+    x[i + 1] = shuffled(ab0, cd0, right);
+    x[i + 2] = shuffled(ab2, cd2, left);
+    x[i + 3] = shuffled(ab2, cd2, right);
+  }
+  swap_blocks<4>(x);
 }
