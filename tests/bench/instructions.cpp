@@ -46,10 +46,11 @@ int main(int, char** argv) {
   for (size_t i = 0; i < row.size(); i++) row[i] = static_cast<float>(i % 31) - 15.0f;
   if (loop == "quantize") {
     std::vector<uint16_t> values(16 * kColumns, 0x3555);
-    std::vector<int8_t> bytes(4 * kColumns);
+    Buffer scratch;
+    scratch.reserve_for<float>(16 * kGroup);
     hot([&] {
       TIER.quantize_tile(reinterpret_cast<const uint8_t*>(values.data()), 2 * kColumns, Dtype::kF16, 16, kColumns, kind,
-                         kGroup, lines.data(), scales.data(), points.data(), row.data(), bytes.data());
+                         kGroup, lines.data(), scales.data(), points.data(), scratch.as<float>());
     });
     return 0;
   }

@@ -191,6 +191,39 @@ def test_a_value_that_cannot_be_coded_is_named(
         assert caught.value.column == 64
 
 
+@pytest.mark.parametrize("kind", ["int4", "int4z", "int8", "nf4"])
+@pytest.mark.parametrize(
+    ("bad", "found"),
+    [
+        ({(18, 69): np.nan, (18, 0): 1e9, (20, 0): np.inf}, ("NaN", 18, 69)),  # of a row, a value before a scale
+        ({(18, 69): -np.inf, (18, 68): -np.nan}, ("NaN", 18, 68)),
+        ({(17, 65): -1e9, (17, 40): 1e9, (18, 1): np.nan}, ("a scale beyond FP16", 17, 32)),
+        ({(39, 69): 1e9}, ("a scale beyond FP16", 39, 64)),
+        ({(0, 69): np.inf, (39, 0): np.nan}, ("infinity", 0, 69)),
+    ],
+)
+def test_the_first_bad_row_is_named(
+    tier: str, kind: str, bad: dict[tuple[int, int], float], found: tuple[str, int, int]
+) -> None:
+    x = np.ones((40, 70), np.float32)
+    for at, value in bad.items():
+        x[at] = value
+    with pytest.raises(kernels.BadValueError) as caught:
+        kernels.quantize_rtn(x, "F32", QuantScheme(kind, 32, "f16"))
+    assert (caught.value.reason, caught.value.row, caught.value.column) == found
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int4", -8), ("int8", -128), ("nf4", 1), ("int4z", 15)])
+def test_the_ends_of_fp16_scales(tier: str, kind: str, steps: int) -> None:
+    scheme = QuantScheme(kind, 32, "f16")
+    for wanted, bits in ((2.0**-25, 0), (np.nextafter(np.float32(2.0**-25), np.float32(1)), 1), (65519, 0x7BFF)):
+        got = kernels.quantize_rtn(np.full((1, 32), wanted * steps, np.float32), "F32", scheme)
+        assert int(got.scales.view(np.uint16)[0, 0, 0]) == bits
+        assert got.n_underflowed == (bits == 0)
+    with pytest.raises(kernels.BadValueError, match="scale"):
+        kernels.quantize_rtn(np.full((1, 32), 65520.0 * steps, np.float32), "F32", scheme)
+
+
 # ---- dequantizing ----
 
 

@@ -233,8 +233,8 @@ struct Kernels {
                      int64_t n_spans, float* const* out);
 
   // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart. zero_points: of kInt4z, else null.
-  // scratch: 16 floats for each column of a group, their number padded to 16. row_scratch: n_columns + 16 floats,
-  // byte_scratch: n_columns + 16 bytes.
+  // scratch: 16 floats for each column of a group and up to a multiple of 16 columns, aligned to 64. row_scratch:
+  // n_columns + 16 floats, byte_scratch: as large.
   TileStatus (*quantize_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                               int64_t group_size, uint32_t* lines, uint16_t* scales, uint8_t* zero_points, float* scratch);
   TileStatus (*pack_tile)(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,

@@ -1,6 +1,6 @@
 #include "engine/convert.h"
 
-#include <algorithm>
+#include <vector>
 
 namespace w4conv {
 
@@ -8,10 +8,11 @@ TileStatus TileConverter::convert(const Kernels& kernels, const uint8_t* rows, D
                                   uint16_t* scales, uint8_t* zero_points) {
   const int64_t row_nbytes = n_columns_ * dtype_nbytes(dtype);
   if (is_float(kind_)) {
-    return kernels.pack_tile(rows, row_nbytes, dtype, n_rows, n_columns_, kind_, lines, row_.data(), bytes_.data());
+    return kernels.pack_tile(rows, row_nbytes, dtype, n_rows, n_columns_, kind_, lines, values_.as<float>(),
+                             bytes_.as<uint8_t>());
   }
   return kernels.quantize_tile(rows, row_nbytes, dtype, n_rows, n_columns_, kind_, group_size_, lines, scales, zero_points,
-                               row_.data());
+                               values_.as<float>());
 }
 
 BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* values, Dtype dtype, int64_t n_rows,
@@ -21,7 +22,8 @@ BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* val
   const int64_t n_tiles = shape.n_tiles(), n_lines = shape.n_lines(), n_groups = shape.n_groups();
   const int64_t tile_nbytes = kTileRows * n_columns * dtype_nbytes(dtype);
   std::vector<TileStatus> statuses(static_cast<size_t>(n_tiles));
-  std::vector<TileConverter> converters(static_cast<size_t>(pool.n_threads()), {kind, n_columns, group_size});
+  std::vector<TileConverter> converters;
+  for (int i = 0; i < pool.n_threads(); i++) converters.emplace_back(kind, n_columns, group_size);
   constexpr int64_t kTilesATask = 4;
   pool.run((n_tiles + kTilesATask - 1) / kTilesATask, [&](int64_t task, int thread) {
     for (int64_t tile = task * kTilesATask; tile < std::min(n_tiles, (task + 1) * kTilesATask); tile++) {

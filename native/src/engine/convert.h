@@ -1,7 +1,8 @@
 // Conversion of a block of rows, tile by tile on several threads.
 #pragma once
-#include <vector>
+#include <algorithm>
 
+#include "engine/buffer.h"
 #include "engine/pool.h"
 #include "w4conv/kernels.h"
 
@@ -11,7 +12,11 @@ namespace w4conv {
 class TileConverter {
  public:
   TileConverter(Kind kind, int64_t n_columns, int64_t group_size)
-      : kind_(kind), n_columns_(n_columns), group_size_(group_size), row_(16 * (n_columns + 32)), bytes_((n_columns + 32) * 4) {}
+      : kind_(kind), n_columns_(n_columns), group_size_(group_size) {
+    const int64_t n = is_float(kind) ? n_columns + 16 : kTileRows * pad_to(std::min(n_columns, group_size), 16);
+    values_.reserve_for<float>(n);
+    if (is_float(kind)) bytes_.reserve_for<uint32_t>(n);
+  }
 
   // n_rows (up to 16) rows of values -> lines, and for kinds with groups scales and zero points (null where there are none).
   TileStatus convert(const Kernels& kernels, const uint8_t* rows, Dtype dtype, int n_rows, uint32_t* lines, uint16_t* scales,
@@ -20,8 +25,7 @@ class TileConverter {
  private:
   Kind kind_;
   int64_t n_columns_, group_size_;
-  std::vector<float> row_;
-  std::vector<uint8_t> bytes_;
+  Buffer values_, bytes_;
 };
 
 struct BlockStatus {

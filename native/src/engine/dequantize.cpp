@@ -92,7 +92,8 @@ SourceDifference compare_with_source(const Kernels& kernels, Pool& pool, const u
                                      bool remake, const GroupSums& out) {
   std::vector<RowDifference> rows(static_cast<size_t>(w.n_rows));
   std::vector<char> remade(static_cast<size_t>(w.n_tiles()), remake);
-  std::vector<Comparer> comparers(static_cast<size_t>(pool.n_threads()), Comparer(w));
+  std::vector<Comparer> comparers;
+  for (int i = 0; i < pool.n_threads(); i++) comparers.emplace_back(w);
   const int64_t row_nbytes = w.n_columns * dtype_nbytes(dtype);
   pool.run(w.n_tiles(), [&](int64_t tile, int thread) {
     Comparer& c = comparers[thread];

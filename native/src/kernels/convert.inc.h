@@ -4,10 +4,7 @@ inline vf load_value(const uint8_t* p, Dtype dtype, int64_t i) {
   if (dtype == Dtype::kF32) return load(reinterpret_cast<const float*>(p) + i);
   const auto* half = reinterpret_cast<const uint16_t*>(p) + i;
   if (dtype == Dtype::kF16) return from_f16(half);
-  typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
-  typedef uint16_t vh_unaligned __attribute__((vector_size(2 * kLanes), aligned(1), may_alias));
-  const vh lanes = *reinterpret_cast<const vh_unaligned*>(half);
-  return (vf)(__builtin_convertvector(lanes, vu) << 16);
+  return (vf)(from_u16(half) << 16);
 }
 
 inline float value_at(const uint8_t* p, Dtype dtype, int64_t i) {
@@ -15,13 +12,6 @@ inline float value_at(const uint8_t* p, Dtype dtype, int64_t i) {
   const int64_t size = dtype_nbytes(dtype);
   for (int64_t b = 0; b < size; b++) copy[b] = p[i * size + b];
   return load_value(copy, dtype, 0)[0];
-}
-
-// n values as float32, with zeros up to a multiple of 16.
-inline void load_part(const uint8_t* p, Dtype dtype, int64_t n, float* out) {
-  const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load_value(p, dtype, i));
-  for (int64_t i = whole; i < pad_to(n, 16); i++) out[i] = i < n ? value_at(p, dtype, i) : 0.0f;
 }
 
 // The first NaN or infinity of a row.
@@ -52,15 +42,7 @@ inline Bad load_row(const uint8_t* row, Dtype dtype, int64_t n, float* out, int6
     const int32_t bits = __builtin_bit_cast(int32_t, out[i]) & 0x7FFFFFFF;
     top_bits = bits > top_bits ? bits : top_bits;
   }
-  if (top_bits < 0x7F800000) return Bad::kNone;
-  for (int64_t i = 0; i < n; i++) {
-    const int32_t bits = __builtin_bit_cast(int32_t, out[i]) & 0x7FFFFFFF;
-    if (bits >= 0x7F800000) {
-      *bad_column = i;
-      return bits > 0x7F800000 ? Bad::kNan : Bad::kInfinite;
-    }
-  }
-  return Bad::kNone;
+  return top_bits < 0x7F800000 ? Bad::kNone : first_bad(row, dtype, n, bad_column);
 }
 
 inline uint16_t f16_bits(float x) {
@@ -70,49 +52,56 @@ inline uint16_t f16_bits(float x) {
 }
 inline float f16_value(uint16_t bits) { return f16_lanes(splat_bits(bits))[0]; }
 
-
-// Of the values of each row: the largest positive one and the most negative one, or zero. Of two numbers with the same
-// sign the bits of the larger one are the larger integer, and a NaN has the largest of all.
+// Of each row of a tile: its largest value, or 0 where that is negative, and its smallest one, or -0. Among numbers of one
+// sign the larger magnitude is the larger integer, so these are found as integers, and a NaN wins.
 struct Extremes {
   vi largest[kVectors] = {};
   vu smallest[kVectors];
   Extremes() {
     for (vu& x : smallest) x = splat_bits(0x80000000u);
   }
+  void take(int v, vf x) {
+    largest[v] = (vi)x > largest[v] ? (vi)x : largest[v];
+    smallest[v] = (vu)x > smallest[v] ? (vu)x : smallest[v];
+  }
 };
 
-// Columns [begin, begin + n) of a tile as float32 [column][16], with zeros for rows that there are not and for columns up
-// to a multiple of 16. From here on the lanes of a vector are rows.
-inline Extremes load_columns(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t begin, int64_t n,
-                             float* out) {
-  constexpr int64_t kStrip = 64;
-  alignas(64) float strip[kTileRows][kStrip + 16];
-  for (int r = n_rows; r < kTileRows; r++) {
-    for (float& x : strip[r]) x = 0;
-  }
+// n columns of the rows of a tile as float32, [column][16]; zeros stand for rows and, up to a multiple of 16, columns that
+// there are not. From here on the lanes of a vector are rows.
+template <Dtype kDtype>
+inline Extremes load_columns_as(const uint8_t* rows, int64_t row_nbytes, int n_rows, int64_t n, float* out) {
   Extremes e;
-  for (int64_t k = 0; k < n; k += kStrip) {
-    const int64_t some = n - k < kStrip ? n - k : kStrip;
-    for (int r = 0; r < n_rows; r++) {
-      load_part(rows + r * row_nbytes + (begin + k) * dtype_nbytes(dtype), dtype, some, strip[r]);
-    }
+  for (int64_t c = 0; c < pad_to(n, 16); c += kLanes) {
     for (int v = 0; v < kVectors; v++) {
-      for (int64_t c = 0; c < pad_to(some, 16); c += kLanes) {
-        vf square[kLanes];
+      const int first = v * kLanes;
+      vf square[kLanes];
+      if (first + kLanes <= n_rows && c + kLanes <= n) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) square[i] = load(&strip[v * kLanes + i][c]);
-        transpose(square);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) {
-          const vf x = square[i];
-          store(out + (k + c + i) * kTileRows + v * kLanes, x);
-          e.largest[v] = (vi)x > e.largest[v] ? (vi)x : e.largest[v];
-          e.smallest[v] = (vu)x > e.smallest[v] ? (vu)x : e.smallest[v];
+        for (int i = 0; i < kLanes; i++) square[i] = load_value(rows + (first + i) * row_nbytes, kDtype, c);
+      } else {
+        alignas(64) float some[kLanes][kLanes] = {};
+        for (int i = 0; i < kLanes && first + i < n_rows; i++) {
+          for (int j = 0; j < kLanes && c + j < n; j++)
+            some[i][j] = value_at(rows + (first + i) * row_nbytes, kDtype, c + j);
         }
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) square[i] = load(some[i]);
+      }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) {
+        store(out + (c + i) * kTileRows + first, square[i]);
+        e.take(v, square[i]);
       }
     }
   }
   return e;
+}
+inline Extremes load_columns(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n, float* out) {
+  auto* const load_as = dtype == Dtype::kF16    ? load_columns_as<Dtype::kF16>
+                        : dtype == Dtype::kBf16 ? load_columns_as<Dtype::kBf16>
+                                                : load_columns_as<Dtype::kF32>;
+  return load_as(rows, row_nbytes, n_rows, n, out);
 }
 
 // What the scale is before it is rounded to FP16.
@@ -123,10 +112,12 @@ inline vf wanted_scale(vi largest, vu smallest) {
   if constexpr (is_codebook(kKind)) return (vf)(extreme & 0x7FFFFFFF);
   return (vf)extreme / (kKind == Kind::kInt8 ? -128.0f : -8.0f);
 }
+// As bits without sign: what FP16 rounds to zero, at most, and to infinity, at least.
+constexpr int32_t kF16Zero = 0x33000000, kF16Infinity = 0x477FF000;
 
 // The codes of a codebook by rising level, and the middles between neighbours: a value in the middle takes the lower one.
 struct Codebook {
-  float codes[16];  // their bits are meant
+  float codes[16];  // as bits
   float middles[15];
 };
 constexpr Codebook make_codebook(const float (&levels)[16], const int (&order)[16]) {
@@ -138,26 +129,26 @@ constexpr Codebook make_codebook(const float (&levels)[16], const int (&order)[1
 constexpr Codebook kNf4 = make_codebook(kNf4Levels, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
 constexpr Codebook kFp4 = make_codebook(kFp4Levels, {11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3});
 
-// x / scale, limited to [lowest, highest].
-inline vf level_of(vf x, vf scale, vf lowest, vf highest) {
+// x / scale within [lowest, highest]. Added to it, kMagic rounds it to an integer, half to even, in the low bits.
+inline vf limited_level(vf x, vf scale, vf lowest, vf highest) {
   const vf level = x / scale;
   return select((vi)(level < lowest), lowest, select((vi)(level > highest), highest, level));
 }
-constexpr float kMagic = 0x1.8p23f;  // added to a number, it rounds to an integer, half to even, which the low bits hold
+constexpr float kMagic = 0x1.8p23f;
 
-// n values of each of kLanes rows to lines.
+// n columns of kLanes rows to lines. point: what is added to a level to make it a code above 0; of codebooks, nothing.
+// Where the scale is 0, values that it came of are too small for a level other than 0 of any scale.
 template <Kind kKind>
 inline void code_columns(const float* x, int64_t n, vf scale, vf point, uint32_t* lines) {
   constexpr int kColumns = columns_per_dword(kKind);
-  constexpr uint32_t kEach = kColumns == 8 ? 0x11111111 : 0x01010101;  // a dword with each code 1
-  constexpr float kLevels = kColumns == 8 ? 16.0f : 256.0f;
-  const vi is_zero = (vi)(scale == 0.0f);
-  const vf divisor = select(is_zero, splat(1.0f), scale), factor = select(is_zero, vf{}, 1.0f / scale);
-  const vf lowest = -point, highest = lowest + (kLevels - 1);
+  constexpr uint32_t kOnes = kColumns == 8 ? 0x11111111 : 0x01010101;
+  const vi no_scale = (vi)(scale == 0.0f);
+  const vf divisor = select(no_scale, splat(1.0f), scale), factor = select(no_scale, vf{}, 1.0f / scale);
+  const vf lowest = -point, highest = lowest + (kColumns == 8 ? 15.0f : 255.0f);
   constexpr const Codebook& kBook = kKind == Kind::kNf4 ? kNf4 : kFp4;
   const Levels codes(kBook.codes);
-  // Sums of codes without what kMagic and the point add to each.
-  const vu start = is_codebook(kKind) ? vu{} : (vu)(__builtin_convertvector(point, vi) - (vi)splat(kMagic)) * kEach;
+  // A line is a sum of shifted codes: it begins with what is to be added to the bits of each.
+  const vu start = is_codebook(kKind) ? vu{} : (vu)(__builtin_convertvector(point, vi) - (vi)splat(kMagic)) * kOnes;
   for (int64_t i = 0; i * kColumns < n; i++) {
     vu line = start;
 #pragma GCC unroll 8
@@ -165,16 +156,17 @@ inline void code_columns(const float* x, int64_t n, vf scale, vf point, uint32_t
       const vf value = load(x + (i * kColumns + j) * kTileRows);
       vi code;
       if constexpr (is_codebook(kKind)) {
-        const vf v = value * factor;
+        const vf level = value * factor;
         vi place = {};
-        for (const float middle : kBook.middles) place -= (vi)(v > middle);
+        for (const float middle : kBook.middles) place -= (vi)(level > middle);
         code = (vi)codes.of(place);
       } else {
-        code = (vi)(level_of(value, divisor, lowest, highest) + kMagic);
+        code = (vi)(limited_level(value, divisor, lowest, highest) + kMagic);
       }
       line += (vu)code << (kColumns == 8 ? j % 4 * 8 + j / 4 * 4 : j * 8);
     }
-    store_bits(lines + i * kTileRows, (vi)(kKind == Kind::kInt8 ? line ^ 0x80808080u : line));
+    if constexpr (kKind == Kind::kInt8) line ^= 0x80808080u;  // its codes are the levels themselves
+    store_bits(lines + i * kTileRows, (vi)line);
   }
 }
 
@@ -182,60 +174,59 @@ template <Kind kKind>
 TileStatus quantize_tile_as(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns,
                             int64_t group_size, uint32_t* lines, uint16_t* scales, uint8_t* zero_points, float* scratch) {
   constexpr int kColumns = columns_per_dword(kKind);
-  vi bad = {}, underflowed = {};
   const auto each_group = [&](const auto& f) {
     for (int64_t begin = 0; begin < n_columns; begin += group_size) {
       f(begin, begin + group_size < n_columns ? group_size : n_columns - begin);
     }
   };
+  vi bad = {}, underflowed = {};
   each_group([&](int64_t begin, int64_t n) {
-    const Extremes e = load_columns(rows, row_nbytes, dtype, n_rows, begin, n, scratch);
+    const Extremes e = load_columns(rows + begin * dtype_nbytes(dtype), row_nbytes, dtype, n_rows, n, scratch);
     for (int v = 0; v < kVectors; v++) {
-      vf wanted = wanted_scale<kKind>(e.largest[v], e.smallest[v]);
-      const vi size = (vi)wanted & 0x7FFFFFFF;
-      bad |= (vi)(size >= 0x477FF000);  // that FP16 rounds to infinity
-      const vi is_zero = size <= 0x33000000;  // to zero
-      underflowed -= is_zero & (vi)((e.largest[v] | (vi)(e.smallest[v] & 0x7FFFFFFF)) != 0);
-      wanted = select(is_zero, vf{}, wanted);
-      uint16_t* const half = scales + v * kLanes;
-      to_f16(wanted, half);
-      const vf scale = from_f16(half);
+      const vf wanted = wanted_scale<kKind>(e.largest[v], e.smallest[v]);
+      const vi size = (vi)wanted & 0x7FFFFFFF, too_small = (vi)(size <= kF16Zero);
+      bad |= (vi)(size >= kF16Infinity);
+      underflowed -= too_small & (vi)((e.largest[v] | (vi)(e.smallest[v] & 0x7FFFFFFF)) != 0);
+      to_f16(select(too_small, vf{}, wanted), scales + v * kLanes);
+      const vf scale = from_f16(scales + v * kLanes);
       vf point = splat(kKind == Kind::kInt8 ? 128.0f : 8.0f);
       if constexpr (kKind == Kind::kInt4z) {
-        const vf wanted_point = level_of(-(vf)e.smallest[v], scale, vf{}, splat(15.0f));
-        point = select(is_zero, point, wanted_point + kMagic - kMagic);
-        *reinterpret_cast<vb_unaligned*>(zero_points + v * kLanes) =
-            __builtin_convertvector(__builtin_convertvector(point, vi), vb);
+        const vf level = limited_level(-(vf)e.smallest[v], scale, vf{}, splat(15.0f));
+        point = select(too_small, point, level + kMagic - kMagic);
+        const vb bytes = __builtin_convertvector(__builtin_convertvector(point, vi), vb);
+        *reinterpret_cast<vb_unaligned*>(zero_points + v * kLanes) = bytes;
       }
       code_columns<kKind>(scratch + v * kLanes, n, scale, point, lines + v * kLanes);
     }
-    scales += kTileRows;
     lines += (n + kColumns - 1) / kColumns * kTileRows;
+    scales += kTileRows;
     if constexpr (kKind == Kind::kInt4z) {
       for (int r = n_rows; r < kTileRows; r++) zero_points[r] = 0;
       zero_points += kTileRows;
     }
   });
-  if constexpr (kKind == Kind::kInt4z) {  // the padding code is not that of 0
-    const int64_t n_missing = pad_to(n_columns, 8) - n_columns;
-    uint32_t* const last = lines - kTileRows;
-    for (int64_t j = 8 - n_missing; j < 8; j++) {
-      const int shift = static_cast<int>(j % 4 * 8 + j / 4 * 4);
-      for (int r = 0; r < kTileRows; r++) last[r] = (last[r] & ~(0xFu << shift)) | 0x8u << shift;
+  if constexpr (kKind == Kind::kInt4z) {  // the code of padding columns is not that of a 0
+    for (int64_t j = (n_columns - 1) % kColumns + 1; j < kColumns; j++) {
+      const int64_t shift = j % 4 * 8 + j / 4 * 4;
+      for (int i = -kTileRows; i < 0; i++) lines[i] = (lines[i] & ~(0xFu << shift)) | 0x8u << shift;
     }
   }
   TileStatus status;
-  for (int i = 0; i < kLanes; i++) status.n_underflowed += underflowed[i];
-  bool any_bad = false;
-  for (int i = 0; i < kLanes; i++) any_bad = any_bad || bad[i];
-  for (int r = 0; any_bad && r < n_rows && status.bad == Bad::kNone; r++) {  // the first row that is
+  bool is_bad = false;
+  for (int i = 0; i < kLanes; i++) {
+    status.n_underflowed += underflowed[i];
+    is_bad = is_bad || bad[i];
+  }
+  // Of the first row with a bad value or scale the first value, or else the first scale.
+  for (int r = 0; is_bad && r < n_rows && status.bad == Bad::kNone; r++) {
     const uint8_t* const row = rows + r * row_nbytes;
     status.row = r;
     status.bad = first_bad(row, dtype, n_columns, &status.column);
     each_group([&](int64_t begin, int64_t n) {
       if (status.bad != Bad::kNone) return;
-      const Extremes e = load_columns(row, row_nbytes, dtype, 1, begin, n, scratch);
-      if ((f16_bits(wanted_scale<kKind>(e.largest[0], e.smallest[0])[0]) & 0x7FFF) != 0x7C00) return;
+      const Extremes e = load_columns(row + begin * dtype_nbytes(dtype), row_nbytes, dtype, 1, n, scratch);
+      const vi size = (vi)wanted_scale<kKind>(e.largest[0], e.smallest[0]) & 0x7FFFFFFF;
+      if (size[0] < kF16Infinity) return;
       status.bad = Bad::kScale;
       status.column = begin;
     });
@@ -245,14 +236,12 @@ TileStatus quantize_tile_as(const uint8_t* rows, int64_t row_nbytes, Dtype dtype
 
 TileStatus quantize_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                          int64_t group_size, uint32_t* lines, uint16_t* scales, uint8_t* zero_points, float* scratch) {
-  const auto run = [&](auto tile) {
-    return tile(rows, row_nbytes, dtype, n_rows, n_columns, group_size, lines, scales, zero_points, scratch);
-  };
-  if (kind == Kind::kInt4) return run(quantize_tile_as<Kind::kInt4>);
-  if (kind == Kind::kInt4z) return run(quantize_tile_as<Kind::kInt4z>);
-  if (kind == Kind::kNf4) return run(quantize_tile_as<Kind::kNf4>);
-  if (kind == Kind::kFp4) return run(quantize_tile_as<Kind::kFp4>);
-  return run(quantize_tile_as<Kind::kInt8>);
+  auto* const quantize_as = kind == Kind::kInt4    ? quantize_tile_as<Kind::kInt4>
+                            : kind == Kind::kInt4z ? quantize_tile_as<Kind::kInt4z>
+                            : kind == Kind::kNf4   ? quantize_tile_as<Kind::kNf4>
+                            : kind == Kind::kFp4   ? quantize_tile_as<Kind::kFp4>
+                                                   : quantize_tile_as<Kind::kInt8>;
+  return quantize_as(rows, row_nbytes, dtype, n_rows, n_columns, group_size, lines, scales, zero_points, scratch);
 }
 
 // float32 -> BF16, half to even.

@@ -44,6 +44,9 @@ inline vf f16_lanes(vu h) {
 inline vi from_bytes(const int8_t* p) {
   return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
+inline vu from_u16(const uint16_t* p) {
+  return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline vf from_f16(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void to_f16(vf x, uint16_t* p) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));

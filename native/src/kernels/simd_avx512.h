@@ -34,6 +34,9 @@ inline vf f16_lanes(vu h) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__
 inline vi from_bytes(const int8_t* p) {
   return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline vu from_u16(const uint16_t* p) {
+  return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 inline vf from_f16(const uint16_t* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

@@ -51,11 +51,8 @@ inline vi from_bytes(const int8_t* p) {
   for (int i = 0; i < kLanes; i++) out[i] = p[i];
   return out;
 }
-inline vf from_f16(const uint16_t* p) {
-  vu h;
-  for (int i = 0; i < kLanes; i++) h[i] = p[i];
-  return f16_lanes(h);
-}
+inline vu from_u16(const uint16_t* p) { return vu{p[0], p[1], p[2], p[3]}; }
+inline vf from_f16(const uint16_t* p) { return f16_lanes(from_u16(p)); }
 
 // Round half to even, to infinity beyond FP16.
 inline void to_f16(vf x, uint16_t* p) {
