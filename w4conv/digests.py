@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from w4conv.errors import InputError
+from w4conv.mapped_file import MappedFile
 
 _BLOCK_NBYTES = 1 << 22
 
@@ -50,19 +49,12 @@ class FileDigests:
 
     def _hash(self, path: Path) -> bytes:
         state = blake3()
-        try:
-            with path.open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size == 0:  # cannot be mapped
-                    return state.digest()
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                    mapped.madvise(mmap.MADV_SEQUENTIAL)
-                    for start in range(0, len(view), _BLOCK_NBYTES):
-                        if self._stop.is_set():
-                            break
-                        with view[start : start + _BLOCK_NBYTES] as block:
-                            state.update(block)
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror or error}") from error
+        file = MappedFile(path)
+        file.read_ahead()
+        for start in range(0, file.nbytes, _BLOCK_NBYTES):
+            if self._stop.is_set():
+                break
+            state.update(file.view(start, min(_BLOCK_NBYTES, file.nbytes - start)).data)
         return state.digest()
 
 

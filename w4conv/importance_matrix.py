@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from w4conv.errors import InputError
+from w4conv.mapped_file import MappedFile
 from w4conv.models.spec import READS, ModelSpec
-from w4conv.sources._files import MappedFile
 from w4conv.sources.base import Source
 from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES
 from w4conv.sources.gguf_header import GgufHeader

@@ -28,6 +28,7 @@ from w4conv import codes, kernels
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, read_calibration
 from w4conv.container import check_target, open_target
 from w4conv.errors import InputError
+from w4conv.mapped_file import MappedFile
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
@@ -35,7 +36,7 @@ from w4conv.quantization.folding import PLACES
 from w4conv.quantization.moments import Moments
 from w4conv.runtime.layers import LayeredSource, final_norm
 from w4conv.sources import open_source
-from w4conv.sources._files import MappedFile, parse_json_object
+from w4conv.sources._files import parse_json_object
 from w4conv.sources.base import Source
 from w4conv.sources.safetensors import Entry, read_header
 

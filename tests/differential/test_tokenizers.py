@@ -16,11 +16,11 @@ from vocabularies import NPM, gguf_vocabulary, tokenizer_file, tokenizer_files
 import w4conv
 from w4conv.container import open_container
 from w4conv.export import export
+from w4conv.mapped_file import MappedFile
 from w4conv.runtime import package_tokenizer
 from w4conv.runtime.package_tokenizer import PackageTokenizer
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.runtime.tokenizer_file import TokenizerFile
-from w4conv.sources._files import MappedFile
 from w4conv.sources.gguf_header import GgufHeader
 from w4conv.sources.gguf_tokenizer import rebuild_tokenizer
 

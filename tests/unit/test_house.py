@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress"),
     ("scheme", "sizes"),
     ("codes", "_native"),
-    ("kernels", "digests"),
+    ("kernels", "mapped_file", "digests"),
     ("quantization", "container", "sources", "models"),
     (
         "convert",

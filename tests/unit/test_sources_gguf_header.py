@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from w4conv.errors import InputError
+from w4conv.mapped_file import MappedFile
 from w4conv.sources import open_source
-from w4conv.sources._files import MappedFile
 from w4conv.sources.gguf_header import GgufHeader
 
 HUGE = 2**64 - 1

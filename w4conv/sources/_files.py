@@ -1,9 +1,8 @@
-"""Files of a checkpoint: mapped weights, small sidecars, strict JSON. Everything here may be hostile."""
+"""Files of a checkpoint: values, small sidecars, strict JSON. Everything here may be hostile."""
 
 from __future__ import annotations
 
 import json
-import mmap
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
+from w4conv.mapped_file import MappedFile
 
 MAX_JSON_BYTES: Final = 32 << 20
 MAX_TOKENIZER_BYTES: Final = 256 << 20
@@ -23,40 +23,6 @@ VALUE_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
     "BF16": np.dtype("<u2"),
     "F32": np.dtype("<f4"),
 }
-
-
-class MappedFile:
-    """A regular file mapped for reading. Arrays over the mapping outlive `close`."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises InputError when the file is missing, not a regular file, or unreadable."""
-        self.path = path
-        if not path.is_file():  # also keeps a pipe or a device from blocking the open
-            state = "is not a regular file" if path.exists() else "is missing"
-            raise InputError(f"{path}: {state}")
-        try:
-            with path.open("rb") as stream:
-                self.nbytes = stream.seek(0, 2)
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.nbytes else None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-    def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Bytes [offset, offset + nbytes) as a read-only view, which must lie inside the file as it was opened.
-
-        Raises InputError when the file has shrunk since: touching the lost pages of a mapping would kill the process.
-        """
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"{self.path}: bytes {offset} to {offset + nbytes} are outside the file")
-        if self._map is None or nbytes == 0:
-            return np.empty(0, np.uint8)
-        now = self._map.size()  # of the file as it is now, by whatever name
-        if now < self.nbytes:
-            raise InputError(f"{self.path}: shrank from {self.nbytes} to {now} bytes since it was opened; start again")
-        return np.frombuffer(self._map, np.uint8, nbytes, offset)
-
-    def close(self) -> None:
-        self._map = None
 
 
 def values(raw: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
+from w4conv.mapped_file import MappedFile
 from w4conv.scheme import QuantScheme
-from w4conv.sources._files import VALUE_DTYPES, MappedFile, row_range, values
+from w4conv.sources._files import VALUE_DTYPES, row_range, values
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 from w4conv.sources.gguf_architectures import ARCHITECTURES, TOP_NAMES, Architecture
 from w4conv.sources.gguf_blocks import coded, coding_of

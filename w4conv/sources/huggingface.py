@@ -10,15 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
-from w4conv.sources._files import (
-    MAX_TOKENIZER_BYTES,
-    VALUE_DTYPES,
-    MappedFile,
-    parse_json_object,
-    read_small,
-    row_range,
-    values,
-)
+from w4conv.mapped_file import MappedFile
+from w4conv.sources._files import MAX_TOKENIZER_BYTES, VALUE_DTYPES, parse_json_object, read_small, row_range, values
 from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.safetensors import Entry, read_header
 from w4conv.sources.vocabulary import UnknownTokenizerError
