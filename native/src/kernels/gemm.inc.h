@@ -12,16 +12,51 @@ inline void for_parts(int64_t tile, int64_t tile_end, int64_t n_tokens, const F&
   }
 }
 
+// Rows of an output larger than this are written around the caches, where they would not stay: an ordinary store reads
+// each line first.
+constexpr int64_t kStreamedNbytes = int64_t{1} << 20;
+
 // sums [panel][token][tile][16] -> rows of y. A panel is kTiles tiles; the last one may have fewer, and then has one.
-inline void write_sums(const float* sums, int64_t n_tokens, int64_t n_tiles, float* y, int64_t ldy) {
+template <bool kStreamed>
+void write_sums_as(const float* sums, int64_t n_tokens, int64_t n_tiles, float* y, int64_t ldy) {
   for (int64_t j = 0; j < n_tiles; j += kTiles) {
     const int64_t width = (n_tiles - j < kTiles ? 1 : kTiles) * kTileRows;
     for (int64_t m = 0; m < n_tokens; m++) {
-      for (int64_t i = 0; i < width; i += kLanes) store(y + m * ldy + j * kTileRows + i, load(sums + i));
+      for (int64_t i = 0; i < width; i += kLanes) {
+        float* const to = y + m * ldy + j * kTileRows + i;
+        kStreamed ? stream(to, load(sums + i)) : store(to, load(sums + i));
+      }
       sums += width;
     }
   }
+  if constexpr (kStreamed) end_of_stream();
 }
+inline void write_sums(const float* sums, int64_t n_tokens, int64_t n_tiles, float* y, int64_t ldy) {
+  const bool aligned = reinterpret_cast<uintptr_t>(y) % 64 == 0 && ldy % 16 == 0;
+  aligned && n_tokens * ldy * 4 > kStreamedNbytes ? write_sums_as<true>(sums, n_tokens, n_tiles, y, ldy)
+                                                  : write_sums_as<false>(sums, n_tokens, n_tiles, y, ldy);
+}
+
+// Lines that the next block of columns needs, or the first one of the next tiles: a few are fetched with each group of
+// tokens, as fetching all of them while they are unpacked would keep that waiting.
+struct NextLines {
+  const uint32_t* first;  // of the first tile
+  int64_t stride, n_tiles, n_lines;  // n_lines: of a tile, for a group of tokens
+
+  // Of tiles from `tile` on, columns from `column` on.
+  NextLines(const Matrix& w, int64_t tile, int64_t tile_count, int64_t column, int64_t n_columns, int64_t n_tokens)
+      : stride(w.n_lines() * 16), n_tiles(tile_count) {
+    if (column >= w.n_columns) tile += n_tiles, column = 0;
+    first = w.lines + tile * stride + column / columns_per_dword(w.kind) * 16;
+    const int64_t n_groups = (n_tokens + kTokenGroup - 1) / kTokenGroup;
+    n_lines = (n_columns / columns_per_dword(w.kind) + n_groups - 1) / n_groups;
+  }
+  void fetch(int64_t step) const {
+    for (int64_t j = 0; j < n_tiles; j++) {
+      for (int64_t i = step * n_lines; i < (step + 1) * n_lines; i++) prefetch(first + j * stride + i * 16);
+    }
+  }
+};
 
 // ---- unpacking ------------------------------------------------------------------------------------------------------
 
@@ -56,11 +91,9 @@ void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns
             put(0, x ^ bias), put(1, y ^ bias);
           }
         } else if constexpr (kBits == 16) {
-          prefetch(line + kPrefetchOctets * 16);
           put(0, (vi)((vs)nibble_pair<0>(x) - (vs)offset)), put(1, (vi)((vs)nibble_pair<1>(x) - (vs)offset));
           put(2, (vi)((vs)nibble_pair<2>(x) - (vs)offset)), put(3, (vi)((vs)nibble_pair<3>(x) - (vs)offset));
         } else {
-          prefetch(line + kPrefetchOctets * 16);
           put(0, nibble_bytes<0>(x)), put(1, nibble_bytes<1>(x));
         }
       }
@@ -218,8 +251,10 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
           ? unpack_int<kKind, kBits, 1>(w, tile + j, column, n_columns, zero_points + j * kVectors, out)
           : unpack_int<kKind, kBits, kTiles>(w, tile + j, column, n_columns, zero_points + j * kVectors, out);
     }
+    const NextLines next(w, tile, n_tiles, column + n_columns, n_columns, n_tokens);
     for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
       const int64_t n = x.n_tokens - m < kTokenGroup ? x.n_tokens - m : kTokenGroup;
+      next.fetch((m - first) / kTokenGroup);
       for (int64_t j = 0; j < n_tiles; j += kTiles) {
         const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;
         float* const out = sums + (j * n_tokens + (m - first) * n_now) * kTileRows;
@@ -315,8 +350,10 @@ void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ld
       n_tiles - j < kTiles ? unpack_float<kKind, 1>(w, tile + j, column, n_columns, out)
                            : unpack_float<kKind, kTiles>(w, tile + j, column, n_columns, out);
     }
+    const NextLines next(w, tile, n_tiles, column + n_columns, n_columns, n_tokens);
     for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
       const int64_t n = x.n_tokens - m < kTokenGroup ? x.n_tokens - m : kTokenGroup;
+      next.fetch((m - first) / kTokenGroup);
       const float* values = x.values + m * x.n_padded() + column * n;
       for (int64_t j = 0; j < n_tiles; j += kTiles) {
         const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;

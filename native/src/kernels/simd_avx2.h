@@ -52,6 +52,9 @@ inline void to_f16(vf x, uint16_t* p) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Past the caches; p is aligned to the vector. end_of_stream: before another thread reads what was written.
+inline void stream(float* p, vf x) { _mm256_stream_ps(p, (__m256)x); }
+inline void end_of_stream() { _mm_sfence(); }
 // Keeps x in a register: without it, each use is folded into a load of its own.
 inline void keep(vi& x) { asm("" : "+x"(x)); }
 

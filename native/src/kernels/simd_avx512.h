@@ -44,6 +44,9 @@ inline void to_f16(vf x, uint16_t* p) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Past the caches; p is aligned to the vector. end_of_stream: before another thread reads what was written.
+inline void stream(float* p, vf x) { _mm512_stream_ps(p, (__m512)x); }
+inline void end_of_stream() { _mm_sfence(); }
 // Keeps x in a register: without it, each use is folded into a load of its own.
 inline void keep(vi& x) { asm("" : "+v"(x)); }
 

@@ -68,6 +68,8 @@ inline void to_f16(vf x, uint16_t* p) {
   half |= sign;
   for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint16_t>(half[i]);
 }
+inline void stream(float* p, vf x) { store(p, x); }
+inline void end_of_stream() {}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void keep(vi&) {}
 
