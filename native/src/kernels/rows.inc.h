@@ -122,21 +122,61 @@ inline vi round_to_int(vf x) {
   return (vi)(x + magic) - (vi)magic;
 }
 
-// Of four codes that start at lane 4i: lanes 4i and 4i + 1 get the pairs (0,2) and (1,3).
-inline vi pack_pairs(vi codes) { return (codes & 0xFFFF) | lanes_down<2>(codes) << 16; }
-// The same: lane 4i gets all four, as bytes.
-inline vi pack_bytes(vi codes) {
-  const vi bytes = codes & 0xFF;
-  const vi twos = bytes | lanes_down<1>(bytes) << 8;
-  return twos | lanes_down<2>(twos) << 16;
+// Quotients by one positive divisor, with the bits that division gives: the product with the reciprocal, corrected twice by
+// what it leaves over (Markstein, Computation of elementary functions on the IBM RISC System/6000, 1990). What is left over
+// must not underflow where it counts: then, and where a fused multiply-add is no instruction, it is division.
+template <bool kByProduct>
+struct Divisor {
+  vf value, reciprocal;
+  explicit Divisor(float x) : value(splat(x)), reciprocal(splat(1.0f / x)) {}
+  vf operator()(vf x) const {
+    if constexpr (!kByProduct) return x / value;
+    vf q = x * reciprocal;
+    q = fma(fma(-q, value, x), reciprocal, q);
+    return fma(fma(-q, value, x), reciprocal, q);
+  }
+};
+constexpr float kLeastByProduct = kFusedMultiplyAdd ? 0x1p-100f : __builtin_inff();
+
+// The codes of a block, as dwords ready to be put in place, and their sum.
+struct Codes {
+  alignas(64) int16_t words[kBlock];
+  alignas(64) int8_t low[kBlock], high[kBlock];
+  int32_t sum;
+};
+enum class Form { kPairs, kBytes, kDigits };
+
+template <Form kForm, bool kByProduct>
+void round_block(const float* x, int64_t n, float scale, Codes& out) {
+  typedef int16_t vh __attribute__((vector_size(2 * kLanes)));
+  const Divisor<kByProduct> quotient(scale);
+  vi sums = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const vi code = round_to_int(quotient(load(x + i)));
+    sums += code;
+    if constexpr (kForm == Form::kPairs) {
+      *reinterpret_cast<vh*>(out.words + i) = __builtin_convertvector(code, vh);
+    } else {
+      *reinterpret_cast<vb*>(out.low + i) = __builtin_convertvector(code, vb);
+      if constexpr (kForm == Form::kDigits) *reinterpret_cast<vb*>(out.high + i) = __builtin_convertvector(code >> 8, vb);
+    }
+  }
+  out.sum = folded<kLanes / 2>(sums, [](vi a, vi b) { return a + b; })[0];
+  if constexpr (kForm == Form::kPairs) {
+    constexpr int kWords = 2 * kLanes;
+    vsu order;
+    for (int i = 0; i < kWords; i++) order[i] = static_cast<uint16_t>(i / 8 * 8 + i % 4 * 2 + i / 4 % 2);
+    for (int64_t i = 0; i < n; i += kWords) {
+      store_bits(out.words + i, (vi)__builtin_shuffle((vsu)load_bits(out.words + i), order));
+    }
+  }
 }
 
-// a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A scale of NaN makes every product
-// with the block NaN.
-void prepare_int(const float* x, int64_t m, const IntActivations& out) {
+template <Form kForm>
+void prepare_int_as(const float* x, int64_t m, const IntActivations& out) {
   const Place dwords = place_of(m, out.n_tokens, out.n_dwords());
   const Place blocks = place_of(m, out.n_tokens, out.n_blocks());
-  const bool digits = in_digits(out.bits, out.n_tokens);
+  const int64_t step = dwords.step;
   uint32_t* p = out.dwords + dwords.offset;
   for (int64_t block = 0; block < out.n_blocks(); block++) {
     const int64_t column = block * out.block;
@@ -145,41 +185,44 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
     const int64_t padded = pad_to(n, 16);  // rows are padded with zeros; blocks are whole multiples of 16 but for the last
     for (int64_t i = 0; i < padded; i += kLanes) {
       const vi bits = load_bits(x + column + i) & 0x7FFFFFFF;
-      top = (vi)select_bits((vi)(bits > top), (vu)bits, (vu)top);
+      top = bits > top ? bits : top;
     }
-    int32_t top_bits = 0;
-    for (int i = 0; i < kLanes; i++) top_bits = top[i] > top_bits ? top[i] : top_bits;
+    top = folded<kLanes / 2>(top, [](vi a, vi b) { return b > a ? b : a; });
 
-    const float scale = scale_of(top_bits, out.bits == 8 ? 127.0f : 32767.0f);
-    int32_t sum = 0;
-    alignas(64) uint32_t packed[kBlock] = {}, high[kBlock] = {};
-    if (scale > 0) {
-      const vf divisor = splat(scale);
-      vi sums = {};
-      for (int64_t i = 0; i < padded; i += kLanes) {
-        const vi code = round_to_int(load(x + column + i) / divisor);
-        sums += code;
-        store_bits(packed + i, out.bits == 8 || digits ? pack_bytes(code) : pack_pairs(code));
-        if (digits) store_bits(high + i, pack_bytes(code >> 8));
-      }
-      for (int i = 0; i < kLanes; i++) sum += sums[i];
+    const float scale = scale_of(top[0], kForm == Form::kBytes ? 127.0f : 32767.0f);
+    Codes codes;
+    if (scale >= kLeastByProduct) {
+      round_block<kForm, true>(x + column, padded, scale, codes);
+    } else if (scale > 0) {
+      round_block<kForm, false>(x + column, padded, scale, codes);
+    } else {
+      codes = {};
     }
     out.scales[blocks.offset + block * blocks.step] = scale;
-    out.neg8_sums[blocks.offset + block * blocks.step] = -8 * sum;
-    for (int64_t i = 0; i < pad_to(n, 8); i += 8) {
-      auto put = [&](uint32_t dword) {
-        *p = dword;
-        p += dwords.step;
-      };
-      if (digits) {
-        put(packed[i]), put(high[i]), put(packed[i + 4]), put(high[i + 4]);
-      } else if (out.bits == 8) {
-        put(packed[i]), put(packed[i + 4]);
+    out.neg8_sums[blocks.offset + block * blocks.step] = -8 * codes.sum;
+    const int64_t n_octets = pad_to(n, 8) / 8;
+    for (int64_t i = 0; i < n_octets; i++) {
+      uint32_t put[4];
+      if constexpr (kForm == Form::kPairs) {
+        __builtin_memcpy(put, codes.words + 8 * i, 16);
+      } else if constexpr (kForm == Form::kBytes) {
+        __builtin_memcpy(put, codes.low + 8 * i, 8);
       } else {
-        put(packed[i]), put(packed[i + 4]), put(packed[i + 1]), put(packed[i + 5]);
+        __builtin_memcpy(put, codes.low + 8 * i, 4), __builtin_memcpy(put + 1, codes.high + 8 * i, 4);
+        __builtin_memcpy(put + 2, codes.low + 8 * i + 4, 4), __builtin_memcpy(put + 3, codes.high + 8 * i + 4, 4);
       }
+      constexpr int kPut = kForm == Form::kBytes ? 2 : 4;
+      for (int j = 0; j < kPut; j++) p[j * step] = put[j];
+      p += kPut * step;
     }
   }
+}
+
+// a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A scale of NaN makes every product
+// with the block NaN.
+void prepare_int(const float* x, int64_t m, const IntActivations& out) {
+  if (out.bits == 8) return prepare_int_as<Form::kBytes>(x, m, out);
+  in_digits(out.bits, out.n_tokens) ? prepare_int_as<Form::kDigits>(x, m, out) : prepare_int_as<Form::kPairs>(x, m, out);
 }
 
 void prepare_float(const float* x, int64_t m, const FloatActivations& out) {

@@ -34,6 +34,7 @@ inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
   return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 #endif
+constexpr bool kFusedMultiplyAdd = true;  // as an instruction
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline vw doubles_of(const float* p) { return (vw)_mm256_cvtps_pd(_mm_loadu_ps(p)); }
 inline vf sqrt_of(float x) { return (vf)_mm256_sqrt_ps(_mm256_set1_ps(x)); }

@@ -27,6 +27,7 @@ inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
   return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 }
 #endif
+constexpr bool kFusedMultiplyAdd = true;  // as an instruction
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline vw doubles_of(const float* p) { return (vw)_mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 inline vf sqrt_of(float x) { return (vf)_mm512_sqrt_ps(_mm512_set1_ps(x)); }

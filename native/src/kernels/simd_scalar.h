@@ -27,6 +27,7 @@ inline vi dot_bytes(vi acc, vi w0, vi a0, vi w1, vi a1) {
   acc = dot(dot(acc, w0 & 0x00FF00FF, signed_even(a0)), pairs(w0), signed_odd(a0));
   return dot(dot(acc, w1 & 0x00FF00FF, signed_even(a1)), pairs(w1), signed_odd(a1));
 }
+constexpr bool kFusedMultiplyAdd = false;  // as an instruction
 inline vf fma(vf a, vf b, vf c) {
   vf out;
   for (int i = 0; i < kLanes; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
