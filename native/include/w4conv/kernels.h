@@ -82,14 +82,13 @@ struct Matrix {
 };
 
 // M activation rows made ready for a product. Tokens are interleaved in groups of kTokenGroup (the last group holds what
-// is left): dword (or float) p of token t of group g lies at g * kTokenGroup * stride + p * tokens_in_group + t.
+// is left): unit p of token t of group g lies at g * kTokenGroup * stride + (p * tokens_in_group + t) * size of a unit.
 //
-// Integer form: codes of 16 or 8 bits, in dwords.
-// 16: dword p = a pair of int16. Of 8 columns k.. the pairs are (0,2) (4,6) (1,3) (5,7), the order in which masks and
-//     shifts bring out the nibbles of a line.
-// 8:  dword p = columns 4p to 4p + 3.
-// 16 of one token, on tiers that multiply any bytes: of 8 columns k.., the low bytes of k to k + 3, their high bytes, and
-//     the same of k + 4 to k + 7.
+// Integer form: codes of 16 or 8 bits, in dwords; a unit is an octet, the 8 columns k..:
+// 16: four pairs of int16, (0,2) (4,6) (1,3) (5,7), the order in which masks and shifts bring out the nibbles of a line.
+// 8:  columns k to k + 3, and k + 4 to k + 7.
+// 16 of one token, on tiers that multiply any bytes: the low bytes of k to k + 3, their high bytes, and the same of k + 4 to
+//     k + 7.
 struct IntActivations {
   int64_t n_tokens = 0, n_columns = 0, block = 0;
   int bits = 16;
@@ -99,7 +98,7 @@ struct IntActivations {
   int64_t n_dwords() const { return pad_to(n_columns, 8) * bits / 32; }
   int64_t n_blocks() const { return (n_columns + block - 1) / block; }
 };
-// Float form: the float32 values themselves; stride = n_padded(), zeros past n_columns.
+// Float form: the float32 values themselves, a unit each; stride = n_padded(), zeros past n_columns.
 struct FloatActivations {
   int64_t n_tokens = 0, n_columns = 0;
   float* values = nullptr;

@@ -132,7 +132,7 @@ struct IntBlock {
   const uint32_t* weights;  // unpacked
   const vf* w_scales;
   const vi* zero_points;
-  int64_t n_dwords;
+  int64_t n_octets;
   const uint32_t* dwords;  // of the first token
   const float* a_scales;
   const int32_t* neg8_sums;
@@ -158,25 +158,28 @@ template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
   const uint32_t* a = b.dwords;
   const uint32_t* w = b.weights;
   if constexpr (kBits == 16) {
-    for (int64_t p = 0; p < b.n_dwords; p++, a += b.stride, w += kV * kLanes) {
-      vi wv[kV];
+    for (int64_t octet = 0; octet < b.n_octets; octet++, a += 4 * b.stride) {
+#pragma GCC unroll 1
+      for (int d = 0; d < 4; d++, w += kV * kLanes) {
+        vi wv[kV];
 #pragma GCC unroll 4
-      for (int v = 0; v < kV; v++) wv[v] = load_bits(w + v * kLanes);
+        for (int v = 0; v < kV; v++) wv[v] = load_bits(w + v * kLanes);
 #pragma GCC unroll 16
-      for (int t = 0; t < kTokensNow; t++) {
-        const vi av = splat_int(static_cast<int32_t>(a[t]));
+        for (int t = 0; t < kTokensNow; t++) {
+          const vi av = splat_int(static_cast<int32_t>(a[4 * t + d]));
 #pragma GCC unroll 4
-        for (int v = 0; v < kV; v++) acc[t][v] = dot(acc[t][v], wv[v], av);
+          for (int v = 0; v < kV; v++) acc[t][v] = dot(acc[t][v], wv[v], av);
+        }
       }
     }
   } else {
-    for (int64_t p = 0; p < b.n_dwords; p += 2, a += 2 * b.stride, w += 2 * kV * kLanes) {
+    for (int64_t octet = 0; octet < b.n_octets; octet++, a += 2 * b.stride, w += 2 * kV * kLanes) {
       vi w0[kV], w1[kV];
 #pragma GCC unroll 4
       for (int v = 0; v < kV; v++) w0[v] = load_bits(w + v * kLanes), w1[v] = load_bits(w + (kV + v) * kLanes);
 #pragma GCC unroll 16
       for (int t = 0; t < kTokensNow; t++) {
-        const vi a0 = splat_int(static_cast<int32_t>(a[t])), a1 = splat_int(static_cast<int32_t>(a[b.stride + t]));
+        const vi a0 = splat_int(static_cast<int32_t>(a[2 * t])), a1 = splat_int(static_cast<int32_t>(a[2 * t + 1]));
 #pragma GCC unroll 4
         for (int v = 0; v < kV; v++) acc[t][v] = eight_products<kKind>(acc[t][v], w0[v], a0, w1[v], a1);
       }
@@ -209,7 +212,7 @@ void int_group(IntBlock b, float* sums) {
   constexpr Kind kAs = kBits == 8 ? kKind : Kind::kInt8;
   for (int64_t t = 0; t < b.stride; t += kNow) {
     int_inner_up_to<kAs, kBits, kTilesNow, kNow>(b.stride - t < kNow ? b.stride - t : kNow, b, sums);
-    b.dwords += kNow, b.a_scales += kNow, b.neg8_sums += kNow, sums += kNow * kTilesNow * kTileRows;
+    b.dwords += kNow * kBits / 4, b.a_scales += kNow, b.neg8_sums += kNow, sums += kNow * kTilesNow * kTileRows;
   }
 }
 
@@ -261,7 +264,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
         const IntBlock b = {scratch + j * kTileRows * kBlock,
                             w_scales + j * kVectors,
                             zero_points + j * kVectors,
-                            pad_to(n_columns, 8) * kBits / 32,
+                            pad_to(n_columns, 8) / 8,
                             x.dwords + m * n_dwords + column * kBits / 32 * n,
                             x.scales + m * n_blocks + block * n,
                             x.neg8_sums + m * n_blocks + block * n,

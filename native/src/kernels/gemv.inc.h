@@ -35,7 +35,7 @@ inline vi operand(const Octet& o) {
     return nibble_pair<kDword>(o.x);
   }
 }
-// Their products with the activations a [dword][token], from kDword on, for vectors of rows from `first` on. kApart: `odd`
+// Their products with the activations a [token][dword], from kDword on, for vectors of rows from `first` on. kApart: `odd`
 // is the sum of the odd dwords'. (Kept, or GCC adds several products to one another before it adds them to the sum, for
 // which there are too few registers.)
 template <Kind kKind, int kBits, bool kApart, int kDword = 0, int kN, int kTokensNow, int kV>
@@ -49,12 +49,12 @@ template <Kind kKind, int kBits, bool kApart, int kDword = 0, int kN, int kToken
   }
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
-    const vi av = splat_int(a[kDword * kTokensNow + t]);
+    const vi av = splat_int(a[kBits / 4 * t + kDword]);
 #pragma GCC unroll 4
     for (int i = 0; i < kN; i++) {
       vi& acc = kApart && kDword % 2 == 1 ? odd[t][first + i] : sum[t][first + i];
       if constexpr (kBits == 16) acc = dot(acc, w[i], av);
-      if constexpr (kBits == 8) acc = eight_products<kKind>(acc, w[i], av, w1[i], splat_int(a[kTokensNow + t]));
+      if constexpr (kBits == 8) acc = eight_products<kKind>(acc, w[i], av, w1[i], splat_int(a[2 * t + 1]));
       if constexpr (kTokensNow > 2) keep(acc);
     }
   }

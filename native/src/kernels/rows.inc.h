@@ -99,14 +99,15 @@ void gated(Activation activation, const float* gate, const float* up, int64_t n,
   }
 }
 
-// Place of token m in an interleaved buffer of `stride` elements a token: base offset, and tokens in its group.
+// Place of token m in an interleaved buffer of `stride` elements a token, in units of `size`: where its first one lies, and
+// how far each is behind the one before.
 struct Place {
   int64_t offset, step;
 };
-inline Place place_of(int64_t m, int64_t n_tokens, int64_t stride) {
+inline Place place_of(int64_t m, int64_t n_tokens, int64_t stride, int64_t size) {
   const int64_t first = m / kTokenGroup * kTokenGroup;
   const int64_t left = n_tokens - first;
-  return {first * stride + (m - first), left < kTokenGroup ? left : kTokenGroup};
+  return {first * stride + (m - first) * size, (left < kTokenGroup ? left : kTokenGroup) * size};
 }
 
 // The scale of values that become integers up to `top`, from the bits of the highest absolute value. One that would be
@@ -148,7 +149,6 @@ enum class Form { kPairs, kBytes, kDigits };
 
 template <Form kForm, bool kByProduct>
 void round_block(const float* x, int64_t n, float scale, Codes& out) {
-  typedef int16_t vh __attribute__((vector_size(2 * kLanes)));
   const Divisor<kByProduct> quotient(scale);
   vi sums = {};
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -157,8 +157,8 @@ void round_block(const float* x, int64_t n, float scale, Codes& out) {
     if constexpr (kForm == Form::kPairs) {
       *reinterpret_cast<vh*>(out.words + i) = __builtin_convertvector(code, vh);
     } else {
-      *reinterpret_cast<vb*>(out.low + i) = __builtin_convertvector(code, vb);
-      if constexpr (kForm == Form::kDigits) *reinterpret_cast<vb*>(out.high + i) = __builtin_convertvector(code >> 8, vb);
+      *reinterpret_cast<vb*>(out.low + i) = low_bytes(code);
+      if constexpr (kForm == Form::kDigits) *reinterpret_cast<vb*>(out.high + i) = low_bytes(code >> 8);
     }
   }
   out.sum = folded<kLanes / 2>(sums, [](vi a, vi b) { return a + b; })[0];
@@ -174,9 +174,9 @@ void round_block(const float* x, int64_t n, float scale, Codes& out) {
 
 template <Form kForm>
 void prepare_int_as(const float* x, int64_t m, const IntActivations& out) {
-  const Place dwords = place_of(m, out.n_tokens, out.n_dwords());
-  const Place blocks = place_of(m, out.n_tokens, out.n_blocks());
-  const int64_t step = dwords.step;
+  constexpr int kOctet = kForm == Form::kBytes ? 2 : 4;  // dwords
+  const Place dwords = place_of(m, out.n_tokens, out.n_dwords(), kOctet);
+  const Place blocks = place_of(m, out.n_tokens, out.n_blocks(), 1);
   uint32_t* p = out.dwords + dwords.offset;
   for (int64_t block = 0; block < out.n_blocks(); block++) {
     const int64_t column = block * out.block;
@@ -200,20 +200,15 @@ void prepare_int_as(const float* x, int64_t m, const IntActivations& out) {
     }
     out.scales[blocks.offset + block * blocks.step] = scale;
     out.neg8_sums[blocks.offset + block * blocks.step] = -8 * codes.sum;
-    const int64_t n_octets = pad_to(n, 8) / 8;
-    for (int64_t i = 0; i < n_octets; i++) {
-      uint32_t put[4];
+    for (int64_t i = 0; i < n; i += 8, p += dwords.step) {
       if constexpr (kForm == Form::kPairs) {
-        __builtin_memcpy(put, codes.words + 8 * i, 16);
+        __builtin_memcpy(p, codes.words + i, 16);
       } else if constexpr (kForm == Form::kBytes) {
-        __builtin_memcpy(put, codes.low + 8 * i, 8);
+        __builtin_memcpy(p, codes.low + i, 8);
       } else {
-        __builtin_memcpy(put, codes.low + 8 * i, 4), __builtin_memcpy(put + 1, codes.high + 8 * i, 4);
-        __builtin_memcpy(put + 2, codes.low + 8 * i + 4, 4), __builtin_memcpy(put + 3, codes.high + 8 * i + 4, 4);
+        __builtin_memcpy(p, codes.low + i, 4), __builtin_memcpy(p + 1, codes.high + i, 4);
+        __builtin_memcpy(p + 2, codes.low + i + 4, 4), __builtin_memcpy(p + 3, codes.high + i + 4, 4);
       }
-      constexpr int kPut = kForm == Form::kBytes ? 2 : 4;
-      for (int j = 0; j < kPut; j++) p[j * step] = put[j];
-      p += kPut * step;
     }
   }
 }
@@ -226,7 +221,7 @@ void prepare_int(const float* x, int64_t m, const IntActivations& out) {
 }
 
 void prepare_float(const float* x, int64_t m, const FloatActivations& out) {
-  const Place place = place_of(m, out.n_tokens, out.n_padded());
+  const Place place = place_of(m, out.n_tokens, out.n_padded(), 1);
   float* p = out.values + place.offset;
   for (int64_t k = 0; k < out.n_padded(); k++, p += place.step) *p = x[k];
 }

@@ -42,6 +42,8 @@ inline vf f16_lanes(vu h) {
   const __m256i x = (__m256i)h;
   return (vf)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
+// By way of words: at once, GCC 12 takes lane after lane.
+inline vb low_bytes(vi x) { return __builtin_convertvector(__builtin_convertvector(x, vh), vb); }
 inline vi from_bytes(const int8_t* p) {
   return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }

@@ -32,6 +32,7 @@ inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)
 inline vw doubles_of(const float* p) { return (vw)_mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 inline vf sqrt_of(float x) { return (vf)_mm512_sqrt_ps(_mm512_set1_ps(x)); }
 inline vf f16_lanes(vu h) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h)); }
+inline vb low_bytes(vi x) { return __builtin_convertvector(x, vb); }
 inline vi from_bytes(const int8_t* p) {
   return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -47,6 +47,7 @@ inline vf f16_lanes(vu h) {
   const vu bits = select_bits((vi)(magnitude < 0x400u), (vu)tiny, normal);
   return (vf)(select_bits((vi)(magnitude >= 0x7C00u), special, bits) | sign);
 }
+inline vb low_bytes(vi x) { return __builtin_convertvector(x, vb); }
 inline vi from_bytes(const int8_t* p) {
   vi out;
   for (int i = 0; i < kLanes; i++) out[i] = p[i];

@@ -5,6 +5,7 @@ typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vsu __attribute__((vector_size(4 * kLanes)));
 typedef int16_t vs __attribute__((vector_size(4 * kLanes)));
+typedef int16_t vh __attribute__((vector_size(2 * kLanes)));
 typedef int8_t vb __attribute__((vector_size(kLanes)));
 typedef int8_t vb_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef float vf_unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
