@@ -86,7 +86,12 @@ inline vf gated_lanes(vf g, vf u) {
 }
 template <Activation kActivation>
 void gated_as(const float* gate, const float* up, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) store(out + i, gated_lanes<kActivation>(load(gate + i), load(up + i)));
+  constexpr int64_t kAhead = 512;  // both rows come from memory: a GEMM writes around the caches
+  for (int64_t i = 0; i < n; i += kLanes) {
+    prefetch(gate + i + kAhead);
+    prefetch(up + i + kAhead);
+    store(out + i, gated_lanes<kActivation>(load(gate + i), load(up + i)));
+  }
 }
 void gated(Activation activation, const float* gate, const float* up, int64_t n, float* out) {
   switch (activation) {
