@@ -363,6 +363,29 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
 
 
 @pytest.mark.parametrize("bits", [16, 8])
+def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) -> None:
+    """Halves and what lies up to two steps of float32 beside them, for scales of every size."""
+    rng = np.random.default_rng(11)
+    n, top = 128, 2 ** (bits - 1) - 1
+    scales = ((1 + rng.random(600)) * 2.0 ** np.linspace(-125, 127 - bits, 600)).astype(np.float32)
+    largest = scales * np.float32(top)
+    scales = largest / np.float32(top)
+    halves = rng.integers(-top, top, (len(scales), n)) + 0.5
+    halves[:, ::2] = rng.integers(-4, 4, halves[:, ::2].shape) + 0.5
+    x = (halves * scales[:, None]).astype(np.float32)
+    x = (x.view(np.int32) + rng.integers(-2, 3, x.shape, dtype=np.int32)).view(np.float32)
+    x[:, 0] = largest
+    scheme = QuantScheme("int8", n, "f32")
+    eye = np.eye(n, dtype=np.int8)
+    parts = {k: v[0] for k, v in codes.pack_matrix(scheme, eye, np.ones((n, 1), np.float32), None, None).items()}
+    want = integer_product(scheme, np.zeros((n, n), np.float32), parts, x, bits)
+    for rows in (1, len(x)):
+        for at in range(0, len(x), rows):
+            got = kernels.matmul(scheme, (n, n), parts, x[at : at + rows], activation_bits=bits)
+            np.testing.assert_array_equal(got.view(np.uint32), want[at : at + rows].view(np.uint32))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "e2m1", "int8"])
 def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -> None:
     n = 256

@@ -12,8 +12,8 @@ inline void for_parts(int64_t tile, int64_t tile_end, int64_t n_tokens, const F&
   }
 }
 
-// Rows of an output larger than this are written around the caches, where they would not stay: an ordinary store reads
-// each line first.
+// An output larger than this is written around the caches, where it would not stay: an ordinary store reads each line
+// first.
 constexpr int64_t kStreamedNbytes = int64_t{1} << 20;
 
 // sums [panel][token][tile][16] -> rows of y. A panel is kTiles tiles; the last one may have fewer, and then has one.
@@ -37,23 +37,23 @@ inline void write_sums(const float* sums, int64_t n_tokens, int64_t n_tiles, flo
                                                   : write_sums_as<false>(sums, n_tokens, n_tiles, y, ldy);
 }
 
-// Lines that the next block of columns needs, or the first one of the next tiles: a few are fetched with each group of
-// tokens, as fetching all of them while they are unpacked would keep that waiting.
+// The lines that come after a block of columns: those of the next block or, behind the last one, of the next tiles' first. A
+// few are fetched before each group of tokens; all at once, while others are unpacked, they would hold that up.
 struct NextLines {
-  const uint32_t* first;  // of the first tile
-  int64_t stride, n_tiles, n_lines;  // n_lines: of a tile, for a group of tokens
+  const uint32_t* first;
+  int64_t tile_stride, n_tiles, n_lines;  // n_lines: of a tile, for a group of tokens
 
-  // Of tiles from `tile` on, columns from `column` on.
-  NextLines(const Matrix& w, int64_t tile, int64_t tile_count, int64_t column, int64_t n_columns, int64_t n_tokens)
-      : stride(w.n_lines() * 16), n_tiles(tile_count) {
-    if (column >= w.n_columns) tile += n_tiles, column = 0;
-    first = w.lines + tile * stride + column / columns_per_dword(w.kind) * 16;
+  NextLines(const Matrix& w, int64_t tile, int64_t tile_count, int64_t next_column, int64_t n_columns, int64_t n_tokens)
+      : tile_stride(w.n_lines() * 16), n_tiles(tile_count) {
+    const bool is_last = next_column >= w.n_columns;
+    const int64_t line = is_last ? 0 : next_column / columns_per_dword(w.kind);
+    first = w.lines + (is_last ? tile + n_tiles : tile) * tile_stride + line * 16;
     const int64_t n_groups = (n_tokens + kTokenGroup - 1) / kTokenGroup;
     n_lines = (n_columns / columns_per_dword(w.kind) + n_groups - 1) / n_groups;
   }
-  void fetch(int64_t step) const {
+  void fetch(int64_t group) const {
     for (int64_t j = 0; j < n_tiles; j++) {
-      for (int64_t i = step * n_lines; i < (step + 1) * n_lines; i++) prefetch(first + j * stride + i * 16);
+      for (int64_t i = group * n_lines; i < (group + 1) * n_lines; i++) prefetch(first + j * tile_stride + i * 16);
     }
   }
 };

@@ -128,9 +128,10 @@ inline vi round_to_int(vf x) {
   return (vi)(x + magic) - (vi)magic;
 }
 
-// Quotients by one positive divisor, with the bits that division gives: the product with the reciprocal, corrected twice by
-// what it leaves over (Markstein, Computation of elementary functions on the IBM RISC System/6000, 1990). What is left over
-// must not underflow where it counts: then, and where a fused multiply-add is no instruction, it is division.
+// Quotients by one positive divisor, with the bits that division gives, where they are to be rounded to integers: the
+// product with the reciprocal, corrected twice by what it leaves over (Markstein, Computation of elementary functions on the
+// IBM RISC System/6000 processor, 1990). From kLeastByProduct on, what is left over does not underflow for quotients that do
+// not round to zero anyway. Below, and where a fused multiply-add is no instruction, it is a division.
 template <bool kByProduct>
 struct Divisor {
   vf value, reciprocal;
@@ -144,7 +145,7 @@ struct Divisor {
 };
 constexpr float kLeastByProduct = kFusedMultiplyAdd ? 0x1p-100f : __builtin_inff();
 
-// The codes of a block, as dwords ready to be put in place, and their sum.
+// The codes of a block, octets in the order of IntActivations (of digits low and high ones apart), and their sum.
 struct Codes {
   alignas(64) int16_t words[kBlock];
   alignas(64) int8_t low[kBlock], high[kBlock];
@@ -160,10 +161,10 @@ void round_block(const float* x, int64_t n, float scale, Codes& out) {
     const vi code = round_to_int(quotient(load(x + i)));
     sums += code;
     if constexpr (kForm == Form::kPairs) {
-      *reinterpret_cast<vh*>(out.words + i) = __builtin_convertvector(code, vh);
+      *reinterpret_cast<vh_unaligned*>(out.words + i) = __builtin_convertvector(code, vh);
     } else {
-      *reinterpret_cast<vb*>(out.low + i) = low_bytes(code);
-      if constexpr (kForm == Form::kDigits) *reinterpret_cast<vb*>(out.high + i) = low_bytes(code >> 8);
+      *reinterpret_cast<vb_unaligned*>(out.low + i) = low_bytes(code);
+      if constexpr (kForm == Form::kDigits) *reinterpret_cast<vb_unaligned*>(out.high + i) = low_bytes(code >> 8);
     }
   }
   out.sum = folded<kLanes / 2>(sums, [](vi a, vi b) { return a + b; })[0];

@@ -6,6 +6,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vsu __attribute__((vector_size(4 * kLanes)));
 typedef int16_t vs __attribute__((vector_size(4 * kLanes)));
 typedef int16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef int16_t vh_unaligned __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(kLanes)));
 typedef int8_t vb_unaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef float vf_unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
