@@ -5,8 +5,10 @@ An input may be refused by an InputError. Any other exception, a crash, a hang o
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
@@ -46,7 +48,9 @@ class Target:
 def _folder() -> Path:
     """Where inputs that have to be files are written; in memory where there is such a place."""
     shared = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="w4conv-fuzz-", dir=shared if shared.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="w4conv-fuzz-", dir=shared if shared.is_dir() else None))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _container(raw: bytes) -> None:
