@@ -159,7 +159,7 @@ template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
   const uint32_t* w = b.weights;
   if constexpr (kBits == 16) {
     for (int64_t octet = 0; octet < b.n_octets; octet++, a += 4 * b.stride) {
-#pragma GCC unroll 1
+#pragma GCC unroll 1  // unrolled, it ran at 0.87 of the speed on AVX2
       for (int d = 0; d < 4; d++, w += kV * kLanes) {
         vi wv[kV];
 #pragma GCC unroll 4
