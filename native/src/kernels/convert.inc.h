@@ -45,11 +45,6 @@ inline Bad load_row(const uint8_t* row, Dtype dtype, int64_t n, float* out, int6
   return top_bits < 0x7F800000 ? Bad::kNone : first_bad(row, dtype, n, bad_column);
 }
 
-inline uint16_t f16_bits(float x) {
-  uint16_t lanes[kLanes];
-  to_f16(splat(x), lanes);
-  return lanes[0];
-}
 inline float f16_value(uint16_t bits) { return f16_lanes(splat_bits(bits))[0]; }
 
 // Of each row of a tile: its largest value, or 0 where that is negative, and its smallest one, or -0. Among numbers of one
@@ -193,8 +188,7 @@ TileStatus quantize_tile_as(const uint8_t* rows, int64_t row_nbytes, Dtype dtype
       if constexpr (kKind == Kind::kInt4z) {
         const vf level = limited_level(-(vf)e.smallest[v], scale, vf{}, splat(15.0f));
         point = select(too_small, point, level + kMagic - kMagic);
-        const vb bytes = __builtin_convertvector(__builtin_convertvector(point, vi), vb);
-        *reinterpret_cast<vb_unaligned*>(zero_points + v * kLanes) = bytes;
+        *reinterpret_cast<vb_unaligned*>(zero_points + v * kLanes) = low_bytes(__builtin_convertvector(point, vi));
       }
       code_columns<kKind>(scratch + v * kLanes, n, scale, point, lines + v * kLanes);
     }
