@@ -129,7 +129,9 @@ def matmul(
     n_rows, n_columns = shape
     padded = np.zeros((len(x), -(-n_columns // TILE_ROWS) * TILE_ROWS), np.float32)
     padded[:, :n_columns] = x
-    y = np.empty((len(x), codes.n_tiles(n_rows) * TILE_ROWS), np.float32)
+    width = codes.n_tiles(n_rows) * TILE_ROWS
+    store = np.empty(len(x) * width + 16, np.float32)  # rows begin at a cache line, as the engine's do
+    y = store[-(store.ctypes.data // 4) % 16 :][: len(x) * width].reshape(len(x), width)
     _native.matmul(_pool(threads), matrix_parts(scheme, shape, parts), padded, y, activation_bits)
     return y[:, :n_rows]
 

@@ -362,6 +362,21 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
                 np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8", "f32"])
+def test_an_output_that_goes_around_the_caches_is_the_same(tier: str, kind: str) -> None:
+    """More than 1 MiB for 120 tokens, and the last tile not whole."""
+    rng = np.random.default_rng(12)
+    w = rng.standard_normal((2393, 24)).astype(np.float32)
+    x = rng.standard_normal((133, 24)).astype(np.float32)
+    scheme, parts, wq = coded(kind, 0 if kind == "f32" else 32, w)
+    got = kernels.matmul(scheme, w.shape, parts, x, threads=2)
+    if kind == "f32":
+        np.testing.assert_allclose(got, x @ wq.T, rtol=1e-4, atol=1e-4)
+    else:
+        want = integer_product(scheme, w, parts, x)
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
 @pytest.mark.parametrize("bits", [16, 8])
 def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) -> None:
     """Halves and what lies up to two steps of float32 beside them, for scales of every size."""
