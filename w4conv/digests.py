@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from blake3 import blake3
 
 from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
+from w4conv.workers import Workers
 
 _BLOCK_NBYTES = 1 << 22
 
@@ -29,7 +30,7 @@ class FileDigests:
         self._stamps = [_stamp(file) for file in files]
         self._files = files
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._pool = Workers(1, thread_name_prefix="digest")
         self._digests: list[Future[bytes]] = []
 
     def __enter__(self) -> FileDigests:

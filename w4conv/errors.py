@@ -22,6 +22,14 @@ class UsageError(W4Error):
     exit_code = 2
 
 
+class ResourceError(UsageError):
+    """The request asks for more than the system grants, such as threads."""
+
+
+class ClosedError(UsageError, ValueError):
+    """Something was used after it was closed."""
+
+
 class InputError(W4Error):
     """Something read is missing, corrupt or unsupported."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
-from w4conv.errors import UsageError
+from w4conv.arguments import MAX_THREADS, count
+from w4conv.errors import ResourceError, UsageError
 from w4conv.scheme import F32, KEPT_ONLY, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
@@ -79,7 +81,7 @@ def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None
     if lines.size == 0:
         return PackedRows(lines, scales, zero_points, 0)
     reason, row, column, n_underflowed = _native.convert(
-        _pool(threads or default_threads()),
+        _pool(threads),
         as_bytes(values),
         dtype,
         n_rows,
@@ -118,7 +120,7 @@ def matmul(
     parts: Mapping[str, Array],
     x: npt.NDArray[np.float32],
     *,
-    threads: int = 1,
+    threads: int | None = 1,
     activation_bits: int = 16,
 ) -> npt.NDArray[np.float32]:
     """x (n_tokens, n_columns) times a coded matrix of shape (n_rows, n_columns): (n_tokens, n_rows) float32.
@@ -142,7 +144,7 @@ def dequantize(
     """The values of a coded matrix, bit for bit `codes.dequantize`."""
     out = np.empty(shape, np.float32)
     if out.size:
-        _native.dequantize(_pool(threads or default_threads()), matrix_parts(scheme, shape, parts), out)
+        _native.dequantize(_pool(threads), matrix_parts(scheme, shape, parts), out)
     return out
 
 
@@ -163,7 +165,7 @@ def compare(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = 
     """x, y: (n_rows, n_columns), with one column or more. The order of the sums is fixed: w4conv/kernels.h."""
     sums = np.empty((3, len(x), -(-x.shape[1] // group_size)))
     x, y = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(y, np.float32)
-    return Difference(sums, *_native.compare(_pool(threads or default_threads()), x, y, group_size, sums))
+    return Difference(sums, *_native.compare(_pool(threads), x, y, group_size, sums))
 
 
 def compare_with_source(
@@ -186,7 +188,7 @@ def compare_with_source(
         return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, remade=remake)
     sums = np.empty((3, n_rows, -(-n_columns // group_size)))
     found = _native.compare_with_source(
-        _pool(threads or default_threads()), as_bytes(values), dtype,
+        _pool(threads), as_bytes(values), dtype,
         matrix_parts(scheme, (n_rows, n_columns), parts), remake, group_size, sums,
     )  # fmt: skip
     return Difference(sums, *found)
@@ -210,7 +212,7 @@ def multiply_registers(*, operands: str, threads: int) -> int:
 def product(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: int | None = None) -> F32Array:
     """a (m, k) times the transpose of b (n, k): (m, n) float32, the same bits on every tier and for any threads."""
     lines = pack_float(np.ascontiguousarray(b), "F32", F32, threads=threads)
-    return matmul(F32, (b.shape[0], b.shape[1]), {"values": lines}, a, threads=threads or default_threads())
+    return matmul(F32, (b.shape[0], b.shape[1]), {"values": lines}, a, threads=threads)
 
 
 def add_products(a: F32Array, b: F32Array, out: F32Array, *, upper: bool = False, threads: int | None = None) -> None:
@@ -218,7 +220,7 @@ def add_products(a: F32Array, b: F32Array, out: F32Array, *, upper: bool = False
 
     upper: of a square `out`, only what lies on and above the diagonal, and some of what lies below.
     """
-    _native.products(_pool(threads or default_threads()), a, b, upper, out)
+    _native.products(_pool(threads), a, b, upper, out)
 
 
 def factor(
@@ -231,7 +233,7 @@ def factor(
     """
     n = len(columns)
     unit, pivots = np.empty((n, n), np.float32), np.empty(n, np.float32)
-    bad = _native.factor(_pool(threads or default_threads()), h, columns, diagonal, unit, pivots)
+    bad = _native.factor(_pool(threads), h, columns, diagonal, unit, pivots)
     return (unit, pivots) if bad < 0 else bad
 
 
@@ -251,7 +253,7 @@ def round_with_feedback(
     (n_tiles, n_groups, 16); factor: (n_columns, n_columns), as `factor` gives it.
     """
     q = np.empty(w.shape, np.int8)
-    pool = _pool(threads or default_threads())
+    pool = _pool(threads)
     _native.round_with_feedback(pool, w, group, scales, lows, factor, _native_grid(grid), q)
     return q
 
@@ -261,7 +263,7 @@ def solve_rows(x: F32Array, factor: F32Array, pivots: F32Array, *, threads: int 
 
     factor, pivots: of H, as `factor` gives them.
     """
-    _native.solve_rows(_pool(threads or default_threads()), x, factor, pivots)
+    _native.solve_rows(_pool(threads), x, factor, pivots)
 
 
 def refine(
@@ -280,7 +282,7 @@ def refine(
 
     Bit for bit `quantization.reference_gptq.refine`.
     """
-    pool = _pool(threads or default_threads())
+    pool = _pool(threads)
     _native.refine(pool, w, group_size, h, _native_grid(grid), n_rounds, scales.view(np.uint16), lows, q)
 
 
@@ -305,7 +307,7 @@ def search_scales(
         factors = np.empty((0, group_size, group_size), np.float32)
     shape = (w.shape[0], -(-w.shape[1] // group_size), TILE_ROWS)
     scales, lows, errors = np.empty(shape, np.uint16), np.empty(shape, np.float32), np.empty(shape, np.float32)
-    pool = _pool(threads or default_threads())
+    pool = _pool(threads)
     _native.search_scales(pool, w, group_size, factors, pivots, multipliers, _native_grid(grid), scales, lows, errors)
     return scales.view(np.float16), lows, errors
 
@@ -319,10 +321,32 @@ def as_bytes(a: Array) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(a).reshape(-1).view(np.uint8)
 
 
-@functools.lru_cache(maxsize=4)
-def _pool(n_threads: int) -> _native.Pool:
+def thread_count(threads: int | None) -> int:
+    """`threads` as given, from 1 to 1024, or as many as suit this process. Raises UsageError."""
+    return count(threads, "threads", low=1, high=MAX_THREADS) if threads is not None else default_threads()
+
+
+def _pool(threads: int | None) -> _native.Pool:
     isa_tier()  # so that a W4CONV_ISA that cannot run is told as such
-    return _native.Pool(n_threads)
+    return _pool_of(thread_count(threads))
+
+
+@functools.lru_cache(maxsize=4)
+def _pool_of(n_threads: int) -> _native.Pool:
+    with starting_threads():
+        return _native.Pool(n_threads)
+
+
+os.register_at_fork(after_in_child=_pool_of.cache_clear)  # threads stay behind in the parent
+
+
+@contextlib.contextmanager
+def starting_threads() -> Iterator[None]:
+    """Raises ResourceError where the system starts no more native threads."""
+    try:
+        yield
+    except _native.ThreadStartError as error:
+        raise ResourceError(f"{error}. Ask for fewer with --threads, or raise the limit (ulimit -u)") from None
 
 
 class AllowedCpus(NamedTuple):

@@ -15,7 +15,7 @@ import w4conv
 PACKAGE = Path(w4conv.__file__).parent
 # Lowest first. A module imports from its own layer or a lower one.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("errors", "progress", "arguments", "workers"),
     ("scheme", "sizes"),
     ("codes", "_native"),
     ("kernels", "mapped_file", "digests"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from w4conv.container.layout import PART_ALIGNMENT, Part, TensorInfo, digest, ro
 from w4conv.errors import FormatError
 from w4conv.progress import Progress, Silent
 from w4conv.scheme import TILE_ROWS
+from w4conv.workers import Workers
 
 if TYPE_CHECKING:
     from w4conv.container.reader import Container
@@ -30,7 +30,7 @@ def check_data(container: Container, progress: Progress | None = None) -> None:
     def check(entry: tuple[str, Part, TensorInfo | None]) -> None:
         _check(container, *entry)
 
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    pool = Workers(len(os.sched_getaffinity(0)))
     try:
         for (what, part, _), _ in zip(parts, pool.map(check, parts), strict=True):
             progress.advance(part.nbytes, what)

@@ -20,7 +20,7 @@ from w4conv import codes
 from w4conv.container import validate
 from w4conv.container.integrity import check_data, check_tensor
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, SIGNATURE, Header, Part, TensorInfo, digest
-from w4conv.errors import FormatError, InputError, OutputError
+from w4conv.errors import ClosedError, FormatError, InputError, OutputError
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 
@@ -194,16 +194,17 @@ class Container:
         self._mapped = self._mapping = None
 
     def bytes_of(self, part: Part) -> Bytes:
-        """The bytes of a part in place, read-only. Raises InputError when the file has been shortened."""
-        if self._mapped is None:
-            raise ValueError(f"{self.path} is closed")
+        """The bytes of a part in place, read-only. Raises InputError when the file has been shortened, ClosedError."""
+        mapped, mapping = self._mapped, self._mapping  # another thread may close it meanwhile
+        if mapped is None:
+            raise ClosedError(f"{self.path} is closed")
         # The kernel kills a process that touches a lost page; `size` asks for that of the file as it is now.
-        if self._mapping is not None and (size := self._mapping.size()) < self.file_nbytes:
+        if mapping is not None and (size := mapping.size()) < self.file_nbytes:
             raise InputError(
                 f"{self.path}: was shortened from {self.file_nbytes:,} to {size:,} bytes while in use. "
                 "Fetch or convert it again"
             )
-        return self._mapped[part.offset : part.end]
+        return mapped[part.offset : part.end]
 
     def part(self, name: str, kind: str) -> Bytes:
         """A part of a tensor in place: a read-only uint8 view of the mapping. Raises KeyError when there is none."""
@@ -215,11 +216,12 @@ class Container:
     def release(self, name: str) -> None:
         """Let the pages of a tensor leave the memory of this process: the file still has them, and so has
         the page cache, from which the next access maps them again."""
-        if self._mapping is None:
+        mapping = self._mapping
+        if mapping is None:
             return
         for part in self.tensors[name].parts:
             start = part.offset - part.offset % mmap.PAGESIZE
-            self._mapping.madvise(mmap.MADV_DONTNEED, start, part.end - start)
+            mapping.madvise(mmap.MADV_DONTNEED, start, part.end - start)
 
     def dequantize(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
         """The values of a tensor, float32 of its original shape (w4-codes 5). Raises KeyError for an unknown name.

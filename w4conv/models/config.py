@@ -15,6 +15,7 @@ MAX_HEADS: Final = 1024
 MAX_HEAD_DIM: Final = 1024
 MAX_POSITIONS: Final = 1 << 26
 MAX_EXPERTS: Final = 1024
+MAX_EXPERTS_OF_ALL: Final = 1 << 16  # in all layers together
 
 
 class Config:

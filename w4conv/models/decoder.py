@@ -10,6 +10,7 @@ import numpy as np
 
 from w4conv.models.config import (
     MAX_EXPERTS,
+    MAX_EXPERTS_OF_ALL,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
@@ -113,6 +114,8 @@ def experts(
 ) -> Experts:
     """A mixture of experts; key: where config.json has their number."""
     n_experts = config.integer(key, high=MAX_EXPERTS)
+    if n_experts * sum(layers) > MAX_EXPERTS_OF_ALL:
+        raise config.error(key, f"{n_experts} experts in {sum(layers)} layers are more than {MAX_EXPERTS_OF_ALL}")
     return Experts(
         n_experts=n_experts,
         n_per_token=config.integer("num_experts_per_tok", high=n_experts),

@@ -63,11 +63,15 @@ class RopeSpec:
             plain = self._plain(head_dim)
             sets = (plain / np.array(factors) for factors in (self.short_factors, self.long_factors))
             return tuple(RopeTable(_rows(f), 0, self.magnitude) for f in sets)
-        frequencies = np.array(self.inverse_frequencies(head_dim))[None]
+        rows = _rows(np.array(self.inverse_frequencies(head_dim)))
         if self.scaling == "dynamic" and n_positions > self.original_max_positions:
-            lengths = np.arange(self.original_max_positions + 1, n_positions + 1)
-            frequencies = np.concatenate([frequencies, self._dynamic(head_dim, lengths)])
-        return (RopeTable(_rows(frequencies), self.original_max_positions, self.magnitude),)
+            rows = np.concatenate([rows, self.rows(head_dim, self.original_max_positions + 1, n_positions + 1)])
+        return (RopeTable(rows, self.original_max_positions, self.magnitude),)
+
+    def rows(self, head_dim: int, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Of "dynamic": what a table holds for sequences of `start` to `stop` - 1 positions, all more than the original
+        ones, (stop - start, n_pairs)."""
+        return _rows(self._dynamic(head_dim, np.arange(start, stop)))
 
     def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
         """Angular frequencies in radians a position, one for each pair (i, i + rotary_dim / 2); of a short sequence,

@@ -127,14 +127,17 @@ class ModelSpec:
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every tensor of the model in the order a forward pass touches them; a tied head is not listed."""
+        return tuple(self.each_tensor())
+
+    def each_tensor(self) -> Iterator[TensorSpec]:
+        """The same, one at a time: what a config claims may be more than any file has."""
         vocabulary = (self.vocab_size, self.hidden_size)
-        out = [TensorSpec("model.embed_tokens.weight", vocabulary, "embedding", None, "embed_tokens")]
+        yield TensorSpec("model.embed_tokens.weight", vocabulary, "embedding", None, "embed_tokens")
         for layer in range(self.n_layers):
-            out += self.layer_tensors(layer)
-        out.append(TensorSpec("model.norm.weight", (self.hidden_size,), "norm", None, "norm"))
+            yield from self.layer_tensors(layer)
+        yield TensorSpec("model.norm.weight", (self.hidden_size,), "norm", None, "norm")
         if not self.tied_head:
-            out.append(TensorSpec("lm_head.weight", vocabulary, "head", None, "lm_head"))
-        return tuple(out)
+            yield TensorSpec("lm_head.weight", vocabulary, "head", None, "lm_head")
 
     def layer_tensors(self, layer: int) -> list[TensorSpec]:
         """Those of one layer."""

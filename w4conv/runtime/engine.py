@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import _native, kernels
+from w4conv import _native, arguments, kernels
+from w4conv.arguments import count, given_count
 from w4conv.container import Container, TensorInfo, open_container
-from w4conv.errors import InputError, UsageError
+from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import parse_config
+from w4conv.models.rope import RopeSpec, RopeTable
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.generic import refuse_to_run
 from w4conv.scheme import TILE_ROWS, QuantScheme
@@ -26,6 +32,9 @@ KV_PINNED: Final = TILE_ROWS  # first tokens of a sequence that stay when a budg
 KV_LEAST: Final = 64  # newest tokens that a budget has to hold
 # Scheme, shape (of a stack: with the number of matrices in front), and raw parts as in the container.
 Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, npt.NDArray[np.uint8]]]
+TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
+
+_ROPE_STEP: Final = 1024  # lengths whose frequencies are made together
 
 
 class TokenSampler(Protocol):
@@ -34,10 +43,34 @@ class TokenSampler(Protocol):
     def __call__(self, logits: F32Array) -> int: ...
 
 
-def _new_native(
-    spec: ModelSpec, layers: Sequence[int], *, n_positions: int, threads: int | None, activations: str
-) -> _native.Model:
-    """An engine for some layers of the model, without weights."""
+class _Engine:
+    """A native model of some layers, without weights, and the ropes whose tables grow with the positions in use."""
+
+    def __init__(self, spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> None:
+        self.native = _new_native(spec, layers, threads=threads, activations=activations)
+        self._head_dim, self._lock = spec.head_dim, threading.Lock()
+        self._growing = [(i, rope) for i, (rope, _) in enumerate(_tables(spec)) if rope.scaling == "dynamic"]
+        self._reach = [rope.original_max_positions for _, rope in self._growing]
+
+    def reach(self, n_positions: int) -> None:
+        """Let sequences of so many positions run."""
+        if not self._growing or n_positions <= min(self._reach):
+            return
+        with self._lock:
+            for k, (i, rope) in enumerate(self._growing):
+                while self._reach[k] < n_positions:
+                    start, stop = self._reach[k] + 1, self._reach[k] + _ROPE_STEP + 1
+                    self.native.extend_rope(i, rope.rows(self._head_dim, start, stop))
+                    self._reach[k] = stop - 1
+
+
+def _tables(spec: ModelSpec) -> list[tuple[RopeSpec, RopeTable]]:
+    """Each rope and a table of it, in the engine's order; of those that grow, for the original positions."""
+    ropes = (rope for rope in (spec.rope, spec.local_rope) if rope is not None)
+    return [(rope, table) for rope in ropes for table in rope.tables(spec.head_dim, 1)]
+
+
+def _new_native(spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> _native.Model:
     if activations not in ACTIVATION_BITS:
         raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
     c = _native.ModelConfig()
@@ -51,12 +84,12 @@ def _new_native(
     c.set_activation(spec.activation)
     if spec.experts is not None:
         c.n_experts_per_token, c.renormalized = spec.experts.n_per_token, spec.experts.renormalized
-    for rope in (spec.rope, spec.local_rope):
-        for table in rope.tables(spec.head_dim, n_positions) if rope is not None else ():
-            c.add_rope(*table)
+    for _, table in _tables(spec):
+        c.add_rope(*table)
     for layer in layers:
         c.add_layer(spec.rope_index(layer), spec.window(layer))
-    return _native.new_model(c, threads or kernels.default_threads())
+    with kernels.starting_threads():
+        return _native.new_model(c, kernels.thread_count(threads))
 
 
 def _set_matrix(native: _native.Model, t: TensorSpec, layer: int, matrix: Matrix) -> None:
@@ -92,6 +125,10 @@ class Model:
         KV_PINNED tokens and the newest `kv_window` ones.
     activations: "int16", or "int8" for faster products with integer weights that are less exact (docs/numerics.md 2).
 
+    Threads may share a model, and a session: one call runs at a time. After `close`, which may come at any time and
+    more than once, all that runs the model raises ClosedError, sessions and generators too. A container that was given
+    may be closed before: its mapping stays until the model is closed.
+
     Raises InputError when the file's model cannot be run, UsageError for impossible options.
     """
 
@@ -107,28 +144,30 @@ class Model:
     ) -> None:
         if kv not in KV_KINDS:
             raise UsageError(f"kv {kv!r} is none of {', '.join(KV_KINDS)}")
-        if threads is not None and not 1 <= threads <= 1024:
-            raise UsageError(f"threads {threads} is not between 1 and 1024")
+        self.threads = kernels.thread_count(threads)
+        if kv_memory is not None:
+            kv_memory = count(kv_memory, "kv_memory")
         self._owned = not isinstance(path, Container)
         self.container = path if isinstance(path, Container) else open_container(Path(path))
-        self.threads = threads or kernels.default_threads()
-        self.isa = kernels.isa_tier()
-        self.kv = kv
-        self.activations = activations
-        refuse_to_run(self.container.path, self.container.provenance)
-        self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
-        if ctx is not None and not 1 <= ctx <= self.spec.max_positions:
-            raise UsageError(
-                f"ctx {ctx} is not between 1 and {self.spec.max_positions}, the limit of {self.container.path}"
-            )
-        self.ctx = ctx or self.spec.max_positions
-        self._native = self._load()
-        self.kv_window = 0 if kv_memory is None else self._window_within(kv_memory)
+        self._engine: _Engine | None = None
+        try:
+            self.isa = kernels.isa_tier()
+            self.kv = kv
+            self.activations = activations
+            refuse_to_run(self.container.path, self.container.provenance)
+            self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
+            limit = self.spec.max_positions
+            self.ctx = given_count(ctx, "ctx", limit, low=1, high=limit, what=f"the limit of {self.container.path}")
+            self._engine = self._load()
+            self.kv_window = 0 if kv_memory is None else self._window_within(kv_memory)
+        except BaseException:
+            self.close()
+            raise
 
     def kv_nbytes(self, window: int) -> int:
         """Bytes that the keys and values of a full session take where layers see at most `window` of the newest tokens,
         and the first KV_PINNED ones; 0: where all see what they want."""
-        return self._native.session_nbytes(self.ctx, self.kv, window)
+        return self.engine().native.session_nbytes(self.ctx, self.kv, window)
 
     def _window_within(self, nbytes: int) -> int:
         """The highest window of `kv_nbytes` that so many bytes hold; 0 when they hold a whole context."""
@@ -144,16 +183,18 @@ class Model:
             )
         return windows[n - 1]
 
-    def _load(self) -> _native.Model:
+    def engine(self) -> _Engine:
+        """What runs the model. Raises ClosedError."""
+        engine = self._engine
+        if engine is None:
+            raise ClosedError(f"the model of {self.container.path} is closed")
+        return engine
+
+    def _load(self) -> _Engine:
         spec = self.spec
-        native = _new_native(
-            spec,
-            range(spec.n_layers),
-            n_positions=self.ctx,
-            threads=self.threads,
-            activations=self.activations,
-        )
-        for tensor in spec.tensors():
+        engine = _Engine(spec, range(spec.n_layers), threads=self.threads, activations=self.activations)
+        native = engine.native
+        for tensor in spec.each_tensor():
             info = self._info(tensor)
             layer = -1 if tensor.layer is None else tensor.layer
             if tensor.role in ("norm", "bias"):
@@ -162,7 +203,7 @@ class Model:
             parts = {part.kind: self.container.bytes_of(part) for part in info.parts}
             _set_matrix(native, tensor, layer, (info.scheme, tensor.shape, parts))
         native.check_shapes()
-        return native
+        return engine
 
     def _info(self, tensor: TensorSpec) -> TensorInfo:
         info = self.container.tensors.get(tensor.name)
@@ -187,43 +228,49 @@ class Model:
 
     def restart_stopwatch(self) -> None:
         """From now on count where the time of forward passes goes, from zero."""
-        self._native.restart_stopwatch()
+        self.engine().native.restart_stopwatch()
 
     def part_seconds(self) -> dict[str, float]:
         """Seconds by part since `restart_stopwatch`: "products" with the layers' weights, "attention" over keys and
         values, the "head", and the "rest": norms, rotations, making inputs ready."""
-        rest, products, attention, head = self._native.part_seconds()
+        rest, products, attention, head = self.engine().native.part_seconds()
         return {"products": products, "attention": attention, "head": head, "rest": rest}
 
     def session(self) -> Session:
         """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
-        native = self._native.session(self.ctx, self.kv, self.kv_window)
-        return Session(self._native, native, self.spec, window=self.kv_window, after_pass=self._release_embedding)
+        return Session(self)
 
-    def _release_embedding(self) -> None:
+    def release_embedding(self) -> None:
         """A row of the embedding lies in a tile of 16, and a fault maps the pages around it too: many times what
         tokens read would stay in memory."""
         if not self.spec.tied_head:  # else each token reads all of it
             self.container.release(self.spec.tensors()[0].name)
 
-    def logits(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> F32Array:
+    def logits(self, token_ids: TokenIds) -> F32Array:
         """Logits after each token of a fresh sequence: (n_tokens, vocab_size) float32."""
         return self.session().append(token_ids, all_logits=True)
 
     def generate(
         self,
-        prompt_ids: Sequence[int] | npt.NDArray[np.integer],
+        prompt_ids: TokenIds,
         *,
         max_tokens: int,
         sampler: TokenSampler | None = None,
-        stop_ids: Sequence[int] = (),
+        stop_ids: TokenIds = (),
     ) -> Iterator[int]:
         """Token ids that follow the prompt, one at a time; a stop id ends the run and is not yielded.
 
         sampler: default greedy (the first of equal maxima). The run also ends when the session is full.
         """
-        session, stops = self.session(), frozenset(stop_ids)
-        logits = session.append(prompt_ids)[0]
+        prompt, most = arguments.token_ids(prompt_ids, self.spec.vocab_size), count(max_tokens, "max_tokens")
+        stops = frozenset(arguments.token_ids(stop_ids, self.spec.vocab_size).tolist())
+        return self._generate(self.session(), prompt, most, sampler, stops)
+
+    def _generate(
+        self, session: Session, prompt: npt.NDArray[np.int32], max_tokens: int, sampler: TokenSampler | None,
+        stops: frozenset[int],
+    ) -> Iterator[int]:  # fmt: skip
+        logits = session.append(prompt)[0]
         for n in range(max_tokens):
             token = int(np.argmax(logits)) if sampler is None else sampler(logits)
             if token in stops:
@@ -234,8 +281,8 @@ class Model:
             logits = session.append([token])[0]
 
     def close(self) -> None:
-        """Drop the native model, and close the container if this object opened it."""
-        del self._native
+        """Drop the native model, once no thread runs it, and close the container if this object opened it."""
+        self._engine = None
         if self._owned:
             self.container.close()
 
@@ -251,23 +298,27 @@ class Session:
 
     The logits after a token are those of the sequence up to it, however tokens are split over calls. Tokens are kept to
     run them again where that takes it: when the rotary embedding changes with the length of a sequence ("longrope"), or
-    when a cut makes keys visible again that a window no longer held.
+    when a cut makes keys visible again that a window no longer held. Threads that share a session take turns, a whole
+    call each.
     """
 
-    def __init__(
-        self,
-        model: _native.Model,
-        session: _native.Session,
-        spec: ModelSpec,
-        *,
-        window: int = 0,
-        after_pass: Callable[[], None],
-    ) -> None:
-        self._model, self._session, self._vocab_size = model, session, spec.vocab_size
-        self._after_pass, self._n_since = after_pass, 0  # called when so many tokens have run as a pass holds
-        self._short = spec.rope.original_max_positions if spec.rope.scaling == "longrope" else None
-        self._ids = np.empty(session.n_positions, np.int32)
-        self._window = window
+    def __init__(self, model: Model) -> None:
+        self._model, self._window = model, model.kv_window
+        self._session = model.engine().native.session(model.ctx, model.kv, model.kv_window)
+        rope, self._vocab_size = model.spec.rope, model.spec.vocab_size
+        self._short = rope.original_max_positions if rope.scaling == "longrope" else None
+        self._ids = array("i")
+        self._n_since = 0  # tokens that ran since the pages of the embedding were released
+        self._lock, self._process = threading.Lock(), os.getpid()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._process != os.getpid():
+            if self._lock.locked():
+                raise UsageError("another thread ran this session when the process was forked; begin a new one here")
+            self._process = os.getpid()
+        with self._lock:
+            yield
 
     @property
     def n_tokens(self) -> int:
@@ -278,26 +329,29 @@ class Session:
         """Tokens that the next one will not see any more, as `kv_memory` has no room for them."""
         return max(0, self.n_tokens + 1 - self._window - KV_PINNED) if self._window else 0
 
-    def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, all_logits: bool = False) -> F32Array:
+    def append(self, token_ids: TokenIds, *, all_logits: bool = False) -> F32Array:
         """Run tokens through the model: logits (1, vocab_size) after the last, or (n_tokens, vocab_size) after each.
 
         However tokens are split over calls, the bits are the same. Raises UsageError when there is nothing to append,
-        no room for it, or an id is outside the vocabulary; nothing is appended then.
+        no room for it, or an id is no integer or outside the vocabulary; nothing is appended then. Raises ClosedError.
         """
-        ids = np.ascontiguousarray(token_ids, np.int64)
-        if ids.ndim != 1 or ids.size == 0:
+        tokens = arguments.token_ids(token_ids, self._vocab_size)
+        if tokens.size == 0:
             raise UsageError("there is no token to append; give at least one")
-        if self.n_tokens + ids.size > self._session.n_positions:
+        with self._turn():
+            return self._append(tokens, all_logits=all_logits)
+
+    def _append(self, tokens: npt.NDArray[np.int32], *, all_logits: bool) -> F32Array:
+        self._model.engine()  # before memory is taken for the answer
+        if self.n_tokens + tokens.size > self._session.n_positions:
             raise UsageError(
-                f"{ids.size} more tokens do not fit: the session holds {self.n_tokens} of at most "
+                f"{tokens.size} more tokens do not fit: the session holds {self.n_tokens} of at most "
                 f"{self._session.n_positions}; raise ctx or shorten the text"
             )
-        bad = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if bad.size:
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}")
-        out = np.empty((ids.size if all_logits else 1, self._vocab_size), np.float32)
-        tokens, before = ids.astype(np.int32), self.n_tokens
-        self._ids[before : before + tokens.size] = tokens
+        out = np.empty((tokens.size if all_logits else 1, self._vocab_size), np.float32)
+        before = self.n_tokens
+        del self._ids[before:]
+        self._ids.frombytes(tokens.tobytes())
         if self._short is None:
             self._run(tokens, out)
             return out
@@ -316,10 +370,13 @@ class Session:
             piece = tokens[start : start + _native.MAX_TOKENS]
             last = start + piece.size == tokens.size
             rows = out[start : start + piece.size] if len(out) == tokens.size else out if last else out[:0]
-            self._model.forward(self._session, piece, rows)
+            engine = self._model.engine()
+            engine.reach(self.n_tokens + piece.size)
+            with kernels.starting_threads():  # anew in a fork of the process
+                engine.native.forward(self._session, piece, rows)
             self._n_since += piece.size
             if self._n_since >= _native.MAX_TOKENS:
-                self._after_pass()
+                self._model.release_embedding()
                 self._n_since = 0
 
     def _restart(self, n_tokens: int, *, rope_offset: int) -> None:
@@ -327,15 +384,19 @@ class Session:
         self._session.truncate(0)
         self._session.rope_offset = rope_offset
         if n_tokens:
-            self._run(self._ids[:n_tokens], np.empty((1, self._vocab_size), np.float32))
+            self._run(np.array(self._ids[:n_tokens], np.int32), np.empty((1, self._vocab_size), np.float32))
 
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`.
 
-        Takes no time for the last few, such as drafts; a deeper cut may have to run what is left again.
+        Takes no time for the last few, such as drafts; a deeper cut may have to run what is left again. Raises
+        UsageError, ClosedError.
         """
-        if not 0 <= n_tokens <= self.n_tokens:
-            raise UsageError(f"cannot cut a session of {self.n_tokens} tokens to {n_tokens}")
+        with self._turn():
+            self._model.engine()
+            self._truncate(count(n_tokens, "n_tokens", high=self.n_tokens, what="what the session holds"))
+
+    def _truncate(self, n_tokens: int) -> None:
         if self._short is not None and n_tokens <= self._short and self._session.rope_offset:
             self._restart(n_tokens, rope_offset=0)
         elif not self._session.truncate(n_tokens):
@@ -356,7 +417,7 @@ class LayerModel:
     """One decoder layer by itself, for runs in which the model passes by layer after layer.
 
     matrices: raw parts (uint8 arrays, as in the container) of each matrix by its `TensorSpec.place`, with its scheme;
-    vectors: float32 arrays of norms and biases by place. The arrays are kept alive here.
+    vectors: float32 arrays of norms and biases by place.
     """
 
     def __init__(
@@ -370,11 +431,10 @@ class LayerModel:
         activations: str = "int16",
         kv: str = "f16",
     ) -> None:
-        self._spec, self._kept, self._kv = spec, matrices, kv
+        self._spec, self._kv = spec, kv
         self._routed = spec.routed(layer)
-        self._native = _new_native(
-            spec, [layer], n_positions=spec.max_positions, threads=threads, activations=activations
-        )
+        self._engine = _Engine(spec, [layer], threads=threads, activations=activations)
+        self._native = self._engine.native
         for t in spec.layer_tensors(layer):
             if t.role in ("norm", "bias"):
                 _set_vector(self._native, t, 0, vectors[t.place], spec.norm_offset)
@@ -409,6 +469,7 @@ class LayerModel:
         }
         until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
         session = self._native.session(n, self._kv)
+        self._engine.reach(n)
         rope = spec.rope
         session.rope_offset = int(rope.scaling == "longrope" and n > rope.original_max_positions)
         for start in range(0, n, _native.MAX_TOKENS):
@@ -425,10 +486,7 @@ class LayerModel:
 
 
 class HeadModel:
-    """The final norm and the head by themselves: from the hidden rows that the last layer gives to logits.
-
-    head: kept alive here. norm: float32.
-    """
+    """The final norm and the head by themselves: from the hidden rows that the last layer gives to logits."""
 
     def __init__(
         self,
@@ -439,8 +497,8 @@ class HeadModel:
         threads: int | None = None,
         activations: str = "int16",
     ) -> None:
-        self._spec, self._kept = spec, head
-        self._native = _new_native(spec, [], n_positions=1, threads=threads, activations=activations)
+        self._spec = spec
+        self._native = _new_native(spec, [], threads=threads, activations=activations)
         tensors = {t.part: t for t in spec.tensors() if t.layer is None}
         _set_vector(self._native, tensors["norm"], -1, norm, spec.norm_offset)
         _set_matrix(self._native, tensors.get("lm_head", tensors["embed_tokens"]), -1, head)

@@ -16,12 +16,22 @@ std::vector<float> padded_copy(const Floats& values) {
   return out;
 }
 
-// A Model behind a lock: one forward pass at a time.
+// A Model behind a lock: one forward pass at a time. What its matrices point into lives as long as it does.
 struct BoundModel {
   Model model;
-  std::mutex turn;
+  std::mutex mutex;
+  int forks = n_forks();           // of which the mutex knows
+  std::vector<MatrixParts> parts;  // of its matrices
   bool ready = false;  // its shapes were checked after the last change
   BoundModel(ModelConfig config, int n_threads) : model(std::move(config), n_threads, kernels()) {}
+
+  std::unique_lock<std::mutex> lock() {
+    if (forks == n_forks()) return std::unique_lock(mutex);
+    std::unique_lock own(mutex, std::try_to_lock);
+    require(own.owns_lock(), "another thread ran the model when this process was forked; open it here");
+    forks = n_forks();
+    return own;
+  }
 
   // expert: of a layer with a router; -1 for what is outside of experts.
   Linear& linear(int64_t layer, int64_t expert, const std::string& part) {
@@ -95,6 +105,7 @@ BoundModel* new_model(const ModelConfig& c, int threads) {
 void set_linear(BoundModel& m, int64_t layer, int64_t expert, const std::string& part, const MatrixParts& parts) {
   m.ready = false;
   m.linear(layer, expert, part).weight = parts.matrix();
+  m.parts.push_back(parts);
 }
 
 void set_bias(BoundModel& m, int64_t layer, int64_t expert, const std::string& part, const Floats& values) {
@@ -169,12 +180,25 @@ void require_ready(BoundModel& m, const Session& session) {
   }
 }
 
+// Under the lock, as another thread may append to the session too.
+void require_room(const Session& session, int64_t n) {
+  require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
+}
+
+// More rows of frequencies for a rope whose frequencies depend on the length of the sequence.
+void extend_rope(BoundModel& m, int64_t rope, const FloatRows& frequencies) {
+  require(rope >= 0 && rope < static_cast<int64_t>(m.model.config().ropes.size()), "no such rope");
+  require(static_cast<int64_t>(frequencies.shape(1)) == m.model.config().ropes[rope].n_pairs, "frequencies: wrong width");
+  const nb::gil_scoped_release release;
+  const auto lock = m.lock();
+  m.model.rope(rope).add_frequencies(frequencies.data(), static_cast<int64_t>(frequencies.shape(0)));
+}
+
 void forward(BoundModel& m, Session& session, const Tokens& tokens, const MutableFloatRows& logits) {
   const ModelConfig& c = m.model.config();
   const auto n = static_cast<int64_t>(tokens.size()), n_out = static_cast<int64_t>(logits.shape(0));
   require_ready(m, session);
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
-  require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
   require(m.model.embedding.is_there() && m.model.final_norm.n > 0, "no embedding or final norm");
   require(n_out <= 1 || n_out == n, "logits: rows are neither 0, 1 nor the number of tokens");
   require(static_cast<int64_t>(logits.shape(1)) == c.vocab_size, "logits: rows are not vocab_size long");
@@ -182,17 +206,20 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
     require(tokens.data()[i] >= 0 && tokens.data()[i] < c.vocab_size, "a token id is outside the vocabulary");
   }
   const nb::gil_scoped_release release;
-  const std::lock_guard<std::mutex> turn(m.turn);
+  const auto lock = m.lock();
+  require_room(session, n);
   m.model.forward(session, tokens.data(), n, n_out == n, n_out == 0 ? nullptr : logits.data());
 }
 
 void restart_stopwatch(BoundModel& m) {
-  const std::lock_guard<std::mutex> turn(m.turn);
+  const nb::gil_scoped_release release;
+  const auto lock = m.lock();
   m.model.stopwatch.restart();
 }
 
 std::tuple<double, double, double, double> part_seconds(BoundModel& m) {
-  const std::lock_guard<std::mutex> turn(m.turn);
+  const nb::gil_scoped_release release;
+  const auto lock = m.lock();
   const auto& s = m.model.stopwatch.seconds();
   return {s[0], s[1], s[2], s[3]};
 }
@@ -213,7 +240,6 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
   require(layer >= 0 && layer < c.n_layers(), "no such layer");
   require_ready(m, session);
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
-  require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
   require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such place");
   const Capture capture{capture_rows(qkv, n, c.hidden_size),
@@ -223,7 +249,8 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
                         static_cast<Until>(until),
                         attended};
   const nb::gil_scoped_release release;
-  const std::lock_guard<std::mutex> turn(m.turn);
+  const auto lock = m.lock();
+  require_room(session, n);
   m.model.run_layer(layer, session, n, x.data(), capture);
   if (layer + 1 == c.n_layers()) session.advance(n);
 }
@@ -238,7 +265,7 @@ void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
   require(static_cast<int64_t>(logits.shape(0)) == n && static_cast<int64_t>(logits.shape(1)) == c.vocab_size,
           "logits: wrong shape");
   const nb::gil_scoped_release release;
-  const std::lock_guard<std::mutex> turn(m.turn);
+  const auto lock = m.lock();
   m.model.finish(x.data(), n, logits.data());
 }
 
@@ -301,6 +328,7 @@ void register_engine(nb::module_& m) {
             return Session::nbytes(b.model.config(), kv_config(n_positions, kv, window));
           },
           "n_positions"_a, "kv"_a, "window"_a)
+      .def("extend_rope", &extend_rope, "rope"_a, "frequencies"_a)
       .def("restart_stopwatch", &restart_stopwatch)
       .def("part_seconds", &part_seconds)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)

@@ -44,8 +44,8 @@ KvCache cache_of(const ModelConfig& c, int64_t layer, const KvConfig& kv) {
 
 struct KvSizes {
   size_t keys, values, scales;  // bytes; scales: of the keys, and again of the values
-  explicit KvSizes(const KvCache& c) {
-    const int64_t n = c.n_kv_heads * c.n_slots;
+  KvSizes(const KvCache& c, int64_t n_slots) {
+    const int64_t n = c.n_kv_heads * n_slots;
     keys = static_cast<size_t>(n * c.head_dim * kv_nbytes(c.kind));
     values = static_cast<size_t>(n * c.value_stride() * kv_nbytes(c.kind));
     scales = c.kind == KvKind::kInt8 ? static_cast<size_t>(n) * sizeof(float) : 0;
@@ -78,26 +78,38 @@ struct Shares {
 
 }  // namespace
 
-Session::Session(const ModelConfig& c, const KvConfig& kv) : n_positions_(kv.n_positions) {
-  buffers_ = std::vector<Buffer>(static_cast<size_t>(4 * c.n_layers()));
-  for (int64_t i = 0; i < c.n_layers(); i++) {
-    KvCache cache = cache_of(c, i, kv);
-    const KvSizes sizes(cache);
-    Buffer* const buffers = &buffers_[4 * i];
-    cache.keys = buffers[0].reserve_filling(sizes.keys);
-    cache.values = buffers[1].reserve_filling(sizes.values);
-    if (sizes.scales > 0) {
-      cache.key_scales = static_cast<float*>(buffers[2].reserve_filling(sizes.scales));
-      cache.value_scales = static_cast<float*>(buffers[3].reserve_filling(sizes.scales));
-    }
-    layers_.push_back(cache);
+Session::Session(const ModelConfig& c, const KvConfig& kv)
+    : n_positions_(kv.n_positions),
+      buffers_(static_cast<size_t>(4 * c.n_layers())),
+      n_reserved_(static_cast<size_t>(c.n_layers())) {
+  for (int64_t i = 0; i < c.n_layers(); i++) layers_.push_back(cache_of(c, i, kv));
+}
+
+// Slots lie one span after another, so that more of them are more bytes at the end. Untouched memory costs nothing: begin
+// with a huge page of keys, then double, so that what is copied stays a small part of what tokens read.
+const KvCache& Session::reserve(int64_t layer, int64_t n) {
+  KvCache& cache = layers_[layer];
+  const int64_t needed = std::min(cache.n_slots, pad_to(n, kKeySpan)), have = n_reserved_[layer];
+  if (needed <= have) return cache;
+  const auto first = static_cast<int64_t>(Buffer::kHugePage / KvSizes(cache, kKeySpan).keys) * kKeySpan;
+  const int64_t n_slots = std::min(cache.n_slots, std::max({needed, 2 * have, first}));
+  const KvSizes sizes(cache, n_slots);
+  Buffer* const buffers = &buffers_[4 * layer];
+  cache.keys = buffers[0].grow_filling(sizes.keys);
+  cache.values = buffers[1].grow_filling(sizes.values);
+  if (sizes.scales > 0) {
+    cache.key_scales = static_cast<float*>(buffers[2].grow_filling(sizes.scales));
+    cache.value_scales = static_cast<float*>(buffers[3].grow_filling(sizes.scales));
   }
+  n_reserved_[layer] = n_slots;
+  return cache;
 }
 
 int64_t Session::nbytes(const ModelConfig& c, const KvConfig& kv) {
   size_t total = 0;
   for (int64_t i = 0; i < c.n_layers(); i++) {
-    const KvSizes sizes(cache_of(c, i, kv));
+    const KvCache cache = cache_of(c, i, kv);
+    const KvSizes sizes(cache, cache.n_slots);
     total += sizes.keys + sizes.values + 2 * sizes.scales;
   }
   return static_cast<int64_t>(total);
@@ -196,7 +208,7 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
   const Run run{layer, n, {x, padded(hidden)}, rows(normed_, n, hidden), rows(out_, n, hidden)};
   const bool routed = !layer.experts.empty();
 
-  if (!capture.attended) attend(run, config_.layers[i], session, session.cache(i), capture);
+  if (!capture.attended) attend(run, config_.layers[i], session, session.reserve(i, session.n_tokens() + n), capture);
   if (capture.until == Until::kAttentionInputs) return;
 
   const FeedForward& f = layer.mlp;

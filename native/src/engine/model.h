@@ -69,7 +69,8 @@ struct KvConfig {
   int64_t window = 0;
 };
 
-// Keys and values of one sequence. A layer with a window holds no more of them than a pass can see.
+// Keys and values of one sequence. A layer with a window holds no more of them than a pass can see. Memory grows with the
+// tokens that there are.
 class Session {
  public:
   Session(const ModelConfig& config, const KvConfig& kv);
@@ -81,7 +82,8 @@ class Session {
   int64_t rope_offset = 0;  // added to the ropes of the layers: the second set of a model that has two
   int64_t n_tokens() const { return n_tokens_; }
   int64_t n_positions() const { return n_positions_; }
-  const KvCache& cache(int64_t layer) const { return layers_[layer]; }
+  // The cache of a layer with room for the keys of n positions.
+  const KvCache& reserve(int64_t layer, int64_t n);
 
   void advance(int64_t n);
   // Forget all but the first n tokens. False, and nothing done, when other tokens have taken the slots of keys that are
@@ -91,7 +93,8 @@ class Session {
  private:
   int64_t n_positions_, n_tokens_ = 0;
   int64_t n_stored_ = 0;  // the most tokens that there were since the session was empty
-  std::vector<Buffer> buffers_;
+  std::vector<Buffer> buffers_;        // keys, values and their scales of each layer
+  std::vector<int64_t> n_reserved_;    // slots of each layer that have memory
   std::vector<KvCache> layers_;
 };
 
@@ -119,6 +122,7 @@ class Model {
   const ModelConfig& config() const { return config_; }
   const Kernels& kernels() const { return kernels_; }
   Layer& layer(int64_t i) { return layers_[i]; }
+  Rope& rope(int64_t i) { return ropes_[i]; }
   Linear embedding, head;
   Norm final_norm;
   Stopwatch stopwatch;

@@ -43,6 +43,10 @@ CosSin cos_sin(double x) {
 
 }  // namespace
 
+void Rope::add_frequencies(const float* rows, int64_t n) {
+  frequencies_.values.insert(frequencies_.values.end(), rows, rows + n * frequencies_.n_pairs);
+}
+
 void Rope::extend(int64_t n_positions) {
   const RopeFrequencies& f = frequencies_;
   const int64_t n = f.n_pairs, n_rows = static_cast<int64_t>(f.values.size()) / n;

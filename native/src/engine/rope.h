@@ -19,6 +19,8 @@ class Rope {
  public:
   explicit Rope(RopeFrequencies frequencies) : frequencies_(std::move(frequencies)) {}
 
+  // More rows of frequencies, [n][n_pairs], behind those that there are; before `extend` reaches them. Not thread-safe.
+  void add_frequencies(const float* rows, int64_t n);
   // Make the table reach `n_positions`. Not thread-safe.
   void extend(int64_t n_positions);
   // Rotate n_heads heads of a row in place.
