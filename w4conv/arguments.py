@@ -57,8 +57,12 @@ def token_ids(values: Iterable[SupportsIndex] | npt.NDArray[np.integer], vocab_s
     else:
         if isinstance(values, str | bytes | dict | set) or not isinstance(values, Iterable):
             raise UsageError(f"token ids are {shown(values)}; expected a sequence of integers")
-        integers = [count(value, "a token id", low=-(1 << 63)) for value in values]
-        first = next((i for i in integers if not 0 <= i < vocab_size), None)
+        integers = []
+        for value in values:
+            if (number := _integer(value)) is None:
+                raise UsageError(f"token ids hold {shown(value)}; expected integers")
+            integers.append(number)
+        first = next((number for number in integers if not 0 <= number < vocab_size), None)
         ids = np.array(integers if first is None else [], np.int64)
     if first is not None:
         raise UsageError(f"token id {shown(first)} is outside the vocabulary of {vocab_size}")
