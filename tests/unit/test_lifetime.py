@@ -1,4 +1,4 @@
-"""What is closed, deleted, shared or forked in any order: it works or raises ClosedError, and never kills the process."""
+"""What is closed, deleted, shared or forked in any order works, or raises ClosedError; nothing kills the process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from tests.helpers import make_llama_dir
 from w4conv import quantize
 
-# What every scenario begins with. WANTED: logits of a model that nothing happens to. churn: memory that was let go of is
-# taken by others, so that a stale pointer shows.
+# What every scenario begins with. WANTED: logits of a model that nothing happens to. churn: memory that was let go of
+# is taken by others, so that a stale pointer shows.
 START = """
 import gc, os, sys, threading, time
 import numpy as np
