@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from w4conv.container import STDOUT, Container, open_container, open_stream
-from w4conv.errors import FormatError, UsageError
+from w4conv.errors import FormatError, InputError, UsageError
 from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
 from w4conv.measure.layer_errors import LayerError, LayerErrors
 from w4conv.measure.layerwise import Observer, ScoredBlock, layered_nlls, scored_logits
-from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
+from w4conv.measure.perplexity import Estimate, F64Array, Increase, NotFiniteError, estimate, increase, token_nlls
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.text_windows import cut_text, settle
 from w4conv.progress import Progress, Silent
@@ -106,7 +106,8 @@ def verify(
     activations: with which the container's model runs, "int16" or "int8" (docs/numerics.md 2).
     kv: how that model keeps keys and values, "f16", "int8" or "f32" (docs/numerics.md 5).
 
-    Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
+    Checks that do not hold are failures in the report; a container whose logits are not finite is one, and has no
+    perplexity there. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
     """
     kld = kld or layers
@@ -158,8 +159,11 @@ def verify(
                 round_trip = compare(container, source, threads=threads, progress=progress)
             failures += _round_trip_failures(round_trip, min_sqnr)
         if measurement is not None:
-            perplexity = measurement.run(against, progress, kld=kld, layers=layers)
-            failures += _perplexity_failures(perplexity, limit)
+            try:
+                perplexity = measurement.run(against, progress, kld=kld, layers=layers)
+                failures += _perplexity_failures(perplexity, limit)
+            except NotFiniteError as error:
+                failures.append(str(error))
         return report(failures, round_trip=round_trip, perplexity=perplexity)
 
 
@@ -230,7 +234,10 @@ class _Measurement:
                     ours, theirs, divergence = compared.nlls, compared.base_nlls, compared.divergence()
                 else:
                     ours = self._nlls(progress)
-                    theirs = layered_nlls(self._scored([base], progress), self._windows)
+                    try:
+                        theirs = layered_nlls(self._scored([base], progress), self._windows)
+                    except NotFiniteError as error:
+                        raise InputError(f"{against}: {error}") from None
         return PerplexityReport(
             text=self._cut.text.name,
             text_sha256=self._cut.text.sha256,
@@ -308,10 +315,12 @@ class _Limit:
 def _perplexity_failures(report: PerplexityReport, limit: _Limit | None) -> list[str]:
     if limit is None or report.increase is None:
         return []
-    found = (report.increase.ratio - 1) * 100 if limit.percent else report.increase.difference
-    if found <= limit.value:
+    i = report.increase
+    found = (i.ratio - 1) * 100 if limit.percent else i.difference
+    if found <= limit.value and math.isfinite(report.container.value):  # NaN, of two infinite ones, is not at most
         return []
-    return [
-        f"perplexity rises by {report.increase.difference:.4f} ({report.increase.ratio - 1:.2%}) over the source's; "
-        f"at most {limit.words} is allowed"
-    ]
+    if math.isfinite(i.difference) and math.isfinite(i.ratio):
+        rise = f"{i.difference:.4f} ({i.ratio - 1:.2%}) over the source's"
+    else:
+        rise = f"a factor of e^{i.log_ratio:.4f} over the source's, to e^{report.container.log:.4f}"
+    return [f"perplexity rises by {rise}; at most {limit.words} is allowed"]

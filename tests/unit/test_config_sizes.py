@@ -124,7 +124,8 @@ def test_a_claim_beyond_the_file_is_named(claim: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [64, 128, 1024])
 def test_experts_of_all_layers_are_bounded(layers: int) -> None:
     keys = {
-        **EXPERTS, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+        **EXPERTS, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "max_position_embeddings": 64, "num_hidden_layers": layers, "num_local_experts": (1 << 16) // layers,
     }  # fmt: skip
     assert parse_config(keys).n_layers == layers
@@ -175,7 +176,7 @@ def test_keys_stay_where_memory_grows(kv: str, tmp_path: Path) -> None:
     keys = {"max_position_embeddings": 1 << 20}
     source = make_llama_dir(tmp_path / "hf", config=keys, heads=4, kv_heads=4, head_dim=256, layers=1)
     quantize(source, tmp_path / "m.w4", group_size=32)
-    n = {"f16": 2300, "f32": 1300, "int8": 4300}[kv]
+    n = {"f16": 2300, "f32": 1600, "int8": 4300}[kv]
     ids = np.random.default_rng(0).integers(0, 300, n)
     with Model(tmp_path / "m.w4", threads=2, kv=kv) as model:
         session = model.session()

@@ -42,12 +42,13 @@ def heat_map(
         y = _TOP + i * _CELL_H
         out.append(_text(_LEFT - 8, y + 12.5, label, anchor="end"))
         for left, value in zip(lefts, cells, strict=True):
-            share = 0.0 if value is None or not math.isfinite(value) or high == low else (high - value) / (high - low)
+            share = 0.0 if value is None or value == math.inf or high == low else (high - value) / (high - low)
+            share = share if math.isfinite(share) else 1.0  # no number: as bad as can be
             fill = _ABSENT if value is None else _colour(share)
             out.append(f'<rect x="{left}" y="{y}" width="{_CELL_W - 1}" height="{_CELL_H - 1}" fill="{fill}"/>')
             if value is not None:
                 ink = _PAPER if share > 0.55 else _INK
-                words = f"{value:.1f}" if math.isfinite(value) else "exact"
+                words = "exact" if value == math.inf else f"{value:.1f}"
                 out.append(_text(left + _CELL_W / 2, y + 12, words, anchor="middle", size=10, fill=ink))
     out += _legend(_TOP + len(rows) * _CELL_H + 24, low, high, unit)
     return "\n".join([*out, "</svg>"]) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -180,8 +181,13 @@ def cells(row: Row, name: str) -> tuple[str, ...]:
     p = row.perplexity
     if p is None:
         return out
-    more = "-" if p.increase is None else f"{p.increase.ratio - 1:+.2%} +/- {p.increase.ratio_stderr:.2%}"
-    return (*out, f"{p.value.value:.3f} +/- {p.value.stderr:.3f}", more)
+    e, i = p.value, p.increase
+    value = f"{e.value:.3f} +/- {e.stderr:.3f}" if math.isfinite(e.value) else f"e^({e.log:.3f} +/- {e.log_stderr:.3f})"
+    if i is None:
+        return (*out, value, "-")
+    if math.isfinite(i.ratio):
+        return (*out, value, f"{i.ratio - 1:+.2%} +/- {i.ratio_stderr:.2%}")
+    return (*out, value, f"factor e^({i.log_ratio:.3f} +/- {i.log_ratio_stderr:.3f})")
 
 
 def facts(report: BenchReport) -> list[tuple[str, str]]:
@@ -243,6 +249,7 @@ def _as_csv(report: BenchReport) -> str:
         figures = [figure for rate in values for figure in (rate.median, rate.low, rate.high)]
         q = row.perplexity
         perplexities = [None, None] if q is None else [q.value.value, q.increase and q.increase.ratio]
+        perplexities = [None if value is None or not math.isfinite(value) else value for value in perplexities]
         writer.writerow(
             [
                 row.name,

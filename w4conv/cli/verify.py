@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from w4conv.measure.distortion import Distortion
     from w4conv.measure.divergence import Divergence
     from w4conv.measure.layer_errors import LayerError
-    from w4conv.measure.perplexity import Estimate
+    from w4conv.measure.perplexity import Estimate, Increase
     from w4conv.measure.round_trip import RoundTrip
     from w4conv.verification import PerplexityReport, VerifyReport
 
@@ -230,14 +230,7 @@ def perplexity_text(p: PerplexityReport) -> str:
         ),
     ]
     if p.source is not None and p.increase is not None:
-        i = p.increase
-        pairs += [
-            ("source", _estimate(p.source)),
-            (
-                "increase",
-                f"{i.difference:.4f} +/- {i.difference_stderr:.4f} ({i.ratio - 1:+.2%} +/- {i.ratio_stderr:.2%})",
-            ),
-        ]
+        pairs += [("source", _estimate(p.source)), ("increase", _increase(p.increase))]
     if p.divergence is not None:
         pairs += _divergence(p.divergence)
     text = _output.facts(pairs)
@@ -280,8 +273,10 @@ def _draw(path: Path, p: PerplexityReport, file: str) -> None:
 
 
 def _decibels(error: float) -> float:
-    """inf where there is no error."""
-    return -10 * math.log10(error) if error > 0 else math.inf
+    """inf where there is no error, NaN where it is not finite."""
+    if error == 0:
+        return math.inf
+    return -10 * math.log10(error) if error > 0 else math.nan
 
 
 def _divergence(d: Divergence) -> list[tuple[str, str]]:
@@ -294,4 +289,12 @@ def _divergence(d: Divergence) -> list[tuple[str, str]]:
 
 
 def _estimate(e: Estimate) -> str:
-    return f"{e.value:.4f} +/- {e.stderr:.4f}"
+    if math.isfinite(e.value):
+        return f"{e.value:.4f} +/- {e.stderr:.4f}"
+    return f"e^({e.log:.4f} +/- {e.log_stderr:.4f}), beyond any float64"
+
+
+def _increase(i: Increase) -> str:
+    if math.isfinite(i.difference) and math.isfinite(i.ratio):
+        return f"{i.difference:.4f} +/- {i.difference_stderr:.4f} ({i.ratio - 1:+.2%} +/- {i.ratio_stderr:.2%})"
+    return f"by a factor of e^({i.log_ratio:.4f} +/- {i.log_ratio_stderr:.4f})"

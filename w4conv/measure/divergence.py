@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from w4conv.errors import InputError
 from w4conv.measure.layerwise import ScoredBlock
-from w4conv.measure.perplexity import F64Array, Windows
+from w4conv.measure.perplexity import F64Array, NotFiniteError, Windows
 
 PERCENTILES: Final = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 
@@ -75,10 +75,11 @@ class Comparison:
         )
 
 
+@np.errstate(invalid="ignore")  # of logits that are not finite, as is told at the end
 def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Comparison:
     """From the logits of a model and of its base over the windows (measure/layerwise.py).
 
-    Raises InputError when a model yields logits that are not finite.
+    Raises NotFiniteError when the model yields logits that are not finite, InputError when its base does.
     """
     n_windows, ctx = windows.tokens.shape
     first = windows.first_target - 1  # position whose logits predict the first target
@@ -91,8 +92,12 @@ def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Compariso
             out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
             out.klds[place] = np.dot(np.exp(log_p), log_p - log_q)
             out.same_top[place] = np.argmax(row) == np.argmax(base_row)
-    if not (np.isfinite(out.klds).all() and np.isfinite(out.nlls).all() and np.isfinite(out.base_nlls).all()):
-        raise InputError("a model yields logits that are not finite, so there is no divergence; its weights are broken")
+    if not np.isfinite(out.base_nlls).all():
+        raise InputError("the source yields logits that are not finite, so nothing diverges from it; it is broken")
+    if not (np.isfinite(out.klds).all() and np.isfinite(out.nlls).all()):
+        raise NotFiniteError(
+            "the model yields logits that are not finite, so there is no divergence; its weights are broken"
+        )
     return out
 
 

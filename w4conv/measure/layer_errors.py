@@ -95,6 +95,7 @@ class LayerErrors:
         )
 
 
+@np.errstate(invalid="ignore")  # of a model that is broken: the error is NaN
 def relative_error(found: F32Array, wanted: F32Array) -> float:
     """Sum over rows (the last axis) of |found - wanted|^2 / |wanted|^2; a row of zeros counts as it is wrong or not."""
     y, e = wanted.astype(np.float64), found.astype(np.float64) - wanted

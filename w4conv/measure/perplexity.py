@@ -91,7 +91,7 @@ def make_windows(
 def token_nlls(model: Scorer, windows: Windows, *, advance: Callable[[int], None] | None = None) -> F64Array:
     """-ln p of every scored token: (n_windows, n_targets) float64. advance: told the tokens done as they are.
 
-    Raises InputError when the model yields logits that are not finite.
+    Raises NotFiniteError when the model yields logits that are not finite.
     """
     n_windows, ctx = windows.tokens.shape
     first = windows.first_target - 1  # position whose logits predict the first target
@@ -110,12 +110,19 @@ def token_nlls(model: Scorer, windows: Windows, *, advance: Callable[[int], None
     return out
 
 
+class NotFiniteError(InputError):
+    """A model yields logits that are not finite."""
+
+
 def check_finite(nlls: F64Array) -> None:
-    """Raise InputError for a model whose logits are not finite."""
+    """Raise NotFiniteError for a model whose logits are not finite."""
     if not np.isfinite(nlls).all():
-        raise InputError("the model yields logits that are not finite, so it has no perplexity; its weights are broken")
+        raise NotFiniteError(
+            "the model yields logits that are not finite, so it has no perplexity; its weights are broken"
+        )
 
 
+@np.errstate(invalid="ignore")  # of logits that are not finite, which `check_finite` tells
 def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:
     """logits: (n, vocab_size) float32, targets: (n,). The log-sum-exp is taken in float64, relative to the maximum."""
     out = np.empty(len(targets))
@@ -130,41 +137,65 @@ def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A perplexity and its standard error: ppl * sqrt(var(nll) / (n - 1)), tokens taken as independent."""
+    """A perplexity and its standard error: ppl * sqrt(var(nll) / (n - 1)), tokens taken as independent.
+
+    log, log_stderr: its logarithm, the mean of -ln p in nats, with its standard error. Finite also where the perplexity
+    of a broken model lies beyond float64; value and stderr are infinite then.
+    """
 
     value: float
     stderr: float
+    log: float
+    log_stderr: float
 
 
 @dataclass(frozen=True, slots=True)
 class Increase:
     """How much larger one perplexity is than another on the same tokens.
 
-    difference and ratio with their standard errors, from the paired differences of -ln p token by token.
+    difference and ratio with their standard errors, from the paired differences of -ln p token by token. log_ratio: the
+    mean of these differences in nats, with its standard error; finite also where a perplexity lies beyond float64, and
+    the difference, or the ratio too, is infinite or, of two such, not a number.
     """
 
     difference: float
     difference_stderr: float
     ratio: float
     ratio_stderr: float
+    log_ratio: float
+    log_ratio_stderr: float
 
 
 def estimate(nlls: F64Array) -> Estimate:
-    value = math.exp(nlls.mean())
-    return Estimate(value, value * _stderr(nlls))
+    log, log_stderr = float(nlls.mean()), _stderr(nlls)
+    value = _exp(log)
+    return Estimate(value, value * log_stderr if math.isfinite(value) else math.inf, log, log_stderr)
 
 
 def increase(nlls: F64Array, base: F64Array) -> Increase:
     """Of `nlls` over `base`, two arrays of the same shape from `token_nlls` over the same windows."""
-    value, base_value = math.exp(nlls.mean()), math.exp(base.mean())
-    ratio = math.exp((nlls - base).mean())
+    value, base_value = _exp(nlls.mean()), _exp(base.mean())
+    log_ratio, log_ratio_stderr = float((nlls - base).mean()), _stderr(nlls - base)
+    ratio = _exp(log_ratio)
     # First order: d(e^a - e^b) = e^a da - e^b db, whose variance is that of the weighted differences.
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference_stderr = _stderr(value * nlls - base_value * base)
     return Increase(
         difference=value - base_value,
-        difference_stderr=_stderr(value * nlls - base_value * base),
+        difference_stderr=difference_stderr if math.isfinite(difference_stderr) else math.inf,
         ratio=ratio,
-        ratio_stderr=ratio * _stderr(nlls - base),
+        ratio_stderr=ratio * log_ratio_stderr if math.isfinite(ratio) else math.inf,
+        log_ratio=log_ratio,
+        log_ratio_stderr=log_ratio_stderr,
     )
+
+
+def _exp(x: float) -> float:
+    """e^x, infinite where that lies beyond float64."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def _stderr(values: F64Array) -> float:
