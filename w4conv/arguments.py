@@ -16,22 +16,22 @@ import numpy.typing as npt
 from w4conv.errors import UsageError
 
 MAX_THREADS: Final = 1024
+MAX_COUNT: Final = 2**63 - 1
 
 
-def count(value: SupportsIndex, name: str, *, low: int = 0, high: int | None = None, what: str = "") -> int:
-    """An integer from `low` to `high` (None: without end). what: what the limit is, for the message."""
+def count(value: SupportsIndex, name: str, *, low: int = 0, high: int = MAX_COUNT, what: str = "") -> int:
+    """An integer from `low` to `high`. what: what the limit is, for the message."""
     number = _integer(value)
-    if number is None or number < low or (high is not None and number > high):
-        bounds = f"of {low} or more" if high is None else f"from {low} to {high}"
+    if number is None or not low <= number <= high:
+        open_ended = high == MAX_COUNT and (number is None or number < low)
+        bounds = f"of {low} or more" if open_ended else f"from {low} to {high}"
         raise UsageError(f"{name} is {shown(value)}; it must be an integer {bounds}{what and ', '}{what}")
     return number
 
 
-def given_count(
-    value: SupportsIndex | None, name: str, default: int, *, low: int = 0, high: int | None = None, what: str = ""
-) -> int:
-    """The same, or `default` where nothing was given: None, and only None."""
-    return default if value is None else count(value, name, low=low, high=high, what=what)
+def optional_count(value: SupportsIndex | None, name: str, *, low: int = 0) -> int | None:
+    """The same, or None where nothing was given."""
+    return None if value is None else count(value, name, low=low)
 
 
 def real(value: SupportsFloat, name: str, expected: str = "a finite number") -> float:

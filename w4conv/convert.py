@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
+from w4conv import kernels
+from w4conv.arguments import count, optional_count
 from w4conv.container import STDOUT, check_target
 from w4conv.errors import UsageError
 from w4conv.importance_matrix import ImportanceMatrix
 from w4conv.planning import ConversionPlan, known_method
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.generic import GENERIC
-from w4conv.quantization.recipe import Rule, make_recipe, read_rules
+from w4conv.quantization.recipe import DEFAULT_GROUP_SIZE, Rule, make_recipe, read_rules
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 from w4conv.statistics import SavedStatistics, Statistics
@@ -92,7 +94,7 @@ def quantize(
 
     scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or "keep"
     for linear weights; None means keep for a checkpoint in 4 bits whose very codes and scales a scheme of the container
-    holds, else w4a16. group_size: 32, 64, 128 (default), 256, or "row".
+    holds, else w4a16. group_size: 32, 64, 128 (default), 256, or "row" or 0.
     embeddings: "int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head; None means
     int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
@@ -135,17 +137,18 @@ def quantize(
     rules = () if recipe is None else read_rules(recipe)
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
     if scheme is not None:  # a wrong word is told before anything is opened
-        make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings)
+        make_recipe(scheme, group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size, embeddings=embeddings)
     if architecture not in (None, GENERIC):
         raise UsageError(
             f"architecture {architecture!r} is not {GENERIC}; leave it out, and config.json names the model"
         )
     if architecture == GENERIC and calibration is not None:
         raise UsageError("calibration runs the model, and an architecture that is generic cannot be run: leave one out")
-    if gptq_zero15 not in (None, 0, 16):
+    if gptq_zero15 is not None and (gptq_zero15 := count(gptq_zero15, "gptq-zero15")) not in (0, 16):
         raise UsageError(f"gptq-zero15 is {gptq_zero15}, expected 16 or 0")
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads is {threads}, expected 1 or more")
+    kernels.thread_count(threads)
+    calibration_tokens = optional_count(calibration_tokens, "calibration-tokens", low=1)
+    calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
     if resume and out == STDOUT:
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     _refuse_out_in_source(src, out)
@@ -164,7 +167,8 @@ def quantize(
                 word is not None for word in (group_size, method, calibration, recipe, target_bpw)
             )
             scheme = _default_scheme(source, requantize=asked)
-        made = make_recipe(scheme, group_size=group_size or 128, embeddings=embeddings, rules=rules)
+        size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+        made = make_recipe(scheme, group_size=size, embeddings=embeddings, rules=rules)
         progress = progress or Silent()
         plan = ConversionPlan(
             source,
@@ -237,7 +241,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _method(method: str | None, calibration: object) -> str:
-    chosen = method or ("rtn" if calibration is None else "best")
+    chosen = ("rtn" if calibration is None else "best") if method is None else method
     if method is None and isinstance(calibration, Statistics) and not calibration.full:
         chosen = "awq"
     known_method(chosen)

@@ -83,7 +83,11 @@ class ConversionPlan:
         elif calibration is not None:
             path, tokens, ctx = calibration
             self.calibration = read_calibration(
-                path, source.blobs, self.spec(), tokens=tokens or TOKENS, ctx=ctx or CTX
+                path,
+                source.blobs,
+                self.spec(),
+                tokens=TOKENS if tokens is None else tokens,
+                ctx=CTX if ctx is None else ctx,
             )
         self._check_source()
         if isinstance(self.calibration, Statistics):
@@ -109,7 +113,7 @@ class ConversionPlan:
         methods = {}
         for t in self.model.tensors():
             choice = self._choices[t.name]
-            method = known_method(choice.method or default)
+            method = known_method(default if choice.method is None else choice.method)
             if with_text and is_calibrated(t.role, choice.kind, tied_head=self.model.tied_head):
                 methods[t.name] = method
             elif choice.method is not None and method != "rtn":

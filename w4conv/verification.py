@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from w4conv import kernels
+from w4conv.arguments import optional_count, real
 from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.errors import FormatError, InputError, UsageError
 from w4conv.measure.divergence import Divergence, compare_models
@@ -122,8 +124,10 @@ def verify(
         )
     if against is None and (max_ppl_increase is not None or min_sqnr is not None):
         raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
-    if min_sqnr is not None and not math.isfinite(min_sqnr):
-        raise UsageError(f"min-sqnr is {min_sqnr}, expected a finite number")
+    kernels.thread_count(threads)
+    if min_sqnr is not None:
+        min_sqnr = real(min_sqnr, "min-sqnr")
+    ctx, chunks = optional_count(ctx, "ctx", low=1), optional_count(chunks, "chunks", low=1)
     limit = None if max_ppl_increase is None else _Limit.parse(str(max_ppl_increase))
     progress = progress or Silent()
     if _is_checkpoint(Path(path)):

@@ -248,8 +248,8 @@ def _as_csv(report: BenchReport) -> str:
         ]  # fmt: skip
         figures = [figure for rate in values for figure in (rate.median, rate.low, rate.high)]
         q = row.perplexity
-        perplexities = [None, None] if q is None else [q.value.value, q.increase and q.increase.ratio]
-        perplexities = [None if value is None or not math.isfinite(value) else value for value in perplexities]
+        given = [None if q is None else q.value.value, q.increase.ratio if q is not None and q.increase else None]
+        perplexities = [None if value is None or not math.isfinite(value) else value for value in given]
         writer.writerow(
             [
                 row.name,

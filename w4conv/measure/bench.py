@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from w4conv import kernels
+from w4conv.arguments import count, optional_count
 from w4conv.container import Container
 from w4conv.errors import UsageError
 from w4conv.measure.bandwidth import peak_gmacs, read_gbs
@@ -169,7 +170,10 @@ def bench(
     measure the disk; InputError when a model cannot be run or the text is missing.
     """
     progress = progress or Silent()
-    context = n_prompt if context is None else context
+    n_prompt, n_tokens = count(n_prompt, "prompt", low=1), count(n_tokens, "tokens", low=1)
+    rounds, chunks = count(rounds, "rounds", low=1), optional_count(chunks, "chunks", low=1)
+    context = n_prompt if context is None else count(context, "context", low=1)
+    kernels.thread_count(threads)
     check_memory(sum(container.file_nbytes for _, container in containers))
     with ExitStack() as stack:
         counters = Counters()  # before the threads that are to be counted

@@ -51,7 +51,7 @@ class LayerErrors:
 
     def __init__(self, *, threads: int | None = None, activations: str = "int16") -> None:
         """activations: of the first model."""
-        self._threads = threads or kernels.default_threads()
+        self._threads = kernels.thread_count(threads)
         self._bits = ACTIVATION_BITS[activations]
         self._sums: dict[int, dict[str, float]] = {}
         self._n_tokens: dict[int, int] = {}

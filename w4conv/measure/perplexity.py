@@ -21,6 +21,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arguments import count, optional_count
 from w4conv.errors import InputError, UsageError
 
 F32Array = npt.NDArray[np.float32]
@@ -67,10 +68,7 @@ def make_windows(
     """
     if convention not in DEFAULT_CTX:
         raise UsageError(f"convention {convention!r} is neither llama.cpp nor gptq")
-    if ctx < 4:
-        raise UsageError(f"ctx is {ctx}; a window needs at least 4 tokens")
-    if chunks is not None and chunks < 1:
-        raise UsageError(f"chunks is {chunks}, expected 1 or more")
+    ctx, chunks = count(ctx, "ctx", low=4, what="at least 4 tokens a window"), optional_count(chunks, "chunks", low=1)
     needed = _MIN_WINDOWS[convention] * ctx
     if len(token_ids) < needed:
         raise UsageError(

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from w4conv.arguments import count
 from w4conv.container import Container
 from w4conv.errors import UsageError
 from w4conv.measure.perplexity import DEFAULT_CTX, Windows, make_windows
@@ -24,10 +25,10 @@ class TextWindows:
 
 def settle(convention: str | None, ctx: int | None) -> tuple[str, int]:
     """The convention, "llama.cpp" unless told, and its ctx, 512 or for "gptq" 2048 unless told."""
-    convention = convention or "llama.cpp"
+    convention = "llama.cpp" if convention is None else convention
     if convention not in DEFAULT_CTX:
         raise UsageError(f"convention {convention!r} is not one of {', '.join(DEFAULT_CTX)}")
-    return convention, DEFAULT_CTX[convention] if ctx is None else ctx
+    return convention, DEFAULT_CTX[convention] if ctx is None else count(ctx, "ctx", low=1)
 
 
 def cut_text(

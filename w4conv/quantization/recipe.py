@@ -21,11 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from w4conv.arguments import shown
 from w4conv.errors import InputError, UsageError
 from w4conv.models.spec import Role
 from w4conv.quantization.generic import Inventory
 from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, KEPT_ONLY, QuantScheme
 
+DEFAULT_GROUP_SIZE: Final = 128
 # What `scheme` says of linear weights, and of embedding and head unless told otherwise.
 SCHEMES: Final = {
     "w4a16": ("int4", "int8"),
@@ -136,7 +138,7 @@ class Recipe:
 def make_recipe(
     scheme: str,
     *,
-    group_size: int | str = 128,
+    group_size: int | str = DEFAULT_GROUP_SIZE,
     embeddings: str | None = None,
     rules: Sequence[tuple[str, Rule]] = (),
 ) -> Recipe:
@@ -150,7 +152,8 @@ def make_recipe(
         raise UsageError(f"unknown embeddings {embeddings!r}; choose one of {', '.join(KINDS)}")
     size = _group_size(group_size)
     if size is None:
-        raise UsageError(f"group size {group_size} is not one of 32, 64, 128, 256, row")
+        word = group_size if isinstance(group_size, str) else shown(group_size)
+        raise UsageError(f"group size {word} is not one of 32, 64, 128, 256, row")
     linear, default = SCHEMES[scheme]
     return Recipe(scheme, linear, embeddings or default, size, tuple(rules))
 
@@ -209,5 +212,5 @@ def _group_size(word: object) -> int | None:
     """0 for "row"; None for what is no group size."""
     if isinstance(word, bool):
         return None
-    text = "0" if word == "row" else str(word)
+    text = "0" if word == "row" else word if isinstance(word, str) else shown(word)
     return int(text) if text in map(str, GROUP_SIZES) else None

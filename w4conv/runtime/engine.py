@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, arguments, kernels
-from w4conv.arguments import count, given_count
+from w4conv.arguments import count, optional_count
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import parse_config
@@ -71,7 +71,7 @@ def _tables(spec: ModelSpec) -> list[tuple[RopeSpec, RopeTable]]:
 
 
 def _new_native(spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> _native.Model:
-    if activations not in ACTIVATION_BITS:
+    if activations not in tuple(ACTIVATION_BITS):
         raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
     c = _native.ModelConfig()
     c.vocab_size, c.hidden_size, c.norm_eps = spec.vocab_size, spec.hidden_size, spec.norm_eps
@@ -145,8 +145,7 @@ class Model:
         if kv not in KV_KINDS:
             raise UsageError(f"kv {kv!r} is none of {', '.join(KV_KINDS)}")
         self.threads = kernels.thread_count(threads)
-        if kv_memory is not None:
-            kv_memory = count(kv_memory, "kv_memory")
+        kv_memory = optional_count(kv_memory, "kv-memory")
         self._owned = not isinstance(path, Container)
         self.container = path if isinstance(path, Container) else open_container(Path(path))
         self._engine: _Engine | None = None
@@ -157,7 +156,8 @@ class Model:
             refuse_to_run(self.container.path, self.container.provenance)
             self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
             limit = self.spec.max_positions
-            self.ctx = given_count(ctx, "ctx", limit, low=1, high=limit, what=f"the limit of {self.container.path}")
+            of = f"the limit of {self.container.path}"
+            self.ctx = limit if ctx is None else count(ctx, "ctx", low=1, high=limit, what=of)
             self._engine = self._load()
             self.kv_window = 0 if kv_memory is None else self._window_within(kv_memory)
         except BaseException:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from w4conv.arguments import count
 from w4conv.errors import UsageError
 from w4conv.runtime.engine import F32Array, Model, TokenSampler
 from w4conv.runtime.lookup import PromptLookup
@@ -66,7 +67,8 @@ def generate_text(
     run; what there is by then is returned, with finish "interrupted". Raises UsageError when the prompt is empty or
     does not fit the context.
     """
-    if not prompt_ids:
+    max_tokens = count(max_tokens, "max-tokens")
+    if not len(prompt_ids):
         raise UsageError("the prompt is empty and this model has no BOS token to start from; give some text")
     if len(prompt_ids) > model.ctx:
         raise UsageError(

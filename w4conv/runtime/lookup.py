@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from w4conv.errors import UsageError
+from w4conv.arguments import count
 
 NGRAM: Final = 3  # tokens that have to recur before what followed them is drafted
 MAX_DRAFT: Final = 64
@@ -18,9 +18,7 @@ class PromptLookup:
     """
 
     def __init__(self, n_draft: int) -> None:
-        if not 0 <= n_draft <= MAX_DRAFT:
-            raise UsageError(f"lookup {n_draft} is not between 0 and {MAX_DRAFT}")
-        self.n_draft = n_draft
+        self.n_draft = count(n_draft, "lookup", high=MAX_DRAFT)
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its latest occurrence but the last
         self._latest: tuple[int, ...] = ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arguments import count, real, shown
 from w4conv.errors import UsageError
 
 F64Array = npt.NDArray[np.float64]
@@ -26,11 +27,11 @@ class Sampler:
         self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
     ) -> None:
         """Raises UsageError for values out of range, and for filters that greedy choice would not heed."""
-        _require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "0 (greedy) or more")
-        _require(top_k >= 0, "top-k", top_k, "0 (off) or more")
-        _require(0 < top_p <= 1, "top-p", top_p, "above 0 and at most 1 (off)")
-        _require(0 <= min_p <= 1, "min-p", min_p, "0 (off) to 1")
-        _require(seed >= 0, "seed", seed, "0 or more")
+        temperature = _real(temperature, "temperature", "0 (greedy) or more", lambda x: x >= 0)
+        top_k = count(top_k, "top-k")
+        top_p = _real(top_p, "top-p", "above 0 and at most 1 (off)", lambda x: 0 < x <= 1)
+        min_p = _real(min_p, "min-p", "0 (off) to 1", lambda x: 0 <= x <= 1)
+        seed = count(seed, "seed", high=(1 << 128) - 1)
         if temperature == 0 and (top_k or top_p < 1 or min_p):
             raise UsageError("top-k, top-p and min-p have no effect at temperature 0 (greedy); set a temperature too")
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
@@ -78,6 +79,8 @@ def _keep_largest(p: F64Array, n: int) -> F64Array:
     return out
 
 
-def _require(holds: bool, name: str, value: float, expected: str) -> None:
-    if not holds:
-        raise UsageError(f"{name} is {value}; it must be {expected}")
+def _real(value: float, name: str, expected: str, holds: Callable[[float], bool]) -> float:
+    number = real(value, name, expected)
+    if not holds(number):
+        raise UsageError(f"{name} is {shown(value)}; it must be {expected}")
+    return number

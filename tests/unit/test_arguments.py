@@ -1,0 +1,225 @@
+"""What a caller gives is taken as it is or refused: never rounded, never "the default", the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import w4conv
+from tests.helpers import WORDS, make_llama_dir
+from w4conv import kernels, quantize, verify
+from w4conv.errors import UsageError
+from w4conv.measure.bench import bench
+from w4conv.runtime.engine import Model
+from w4conv.runtime.generation import generate_text
+from w4conv.runtime.layers import LayeredContainer
+from w4conv.runtime.lookup import PromptLookup
+from w4conv.runtime.sampling import Sampler
+from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.statistics import calibrate
+
+# What is no count anywhere, as a test's name and a value.
+NO_COUNTS: dict[str, Any] = {
+    "True": True, "False": False, "2.0": 2.0, "3.5": 3.5, "nan": float("nan"), "inf": float("inf"), "'4'": "4",
+    "b'4'": b"4", "-1": -1, "-3": -3, "list": [4], "float64": np.float64(4), "bool_": np.bool_(True),
+    "array": np.array([4]), "-2**70": -(2**70), "complex": 4j, "digits": -(10**5000), "object": object(),
+}  # fmt: skip
+
+
+class Place:
+    """A container, its source, a text, and what counts are given to."""
+
+    def __init__(self, root: Path) -> None:
+        self.source = make_llama_dir(root / "hf")
+        self.path, self.out, self.text = root / "m.w4", root / "out", root / "t.txt"
+        self.text.write_text(WORDS * 60)
+        quantize(self.source, self.path, group_size=32)
+        self.model = Model(self.path, threads=1)
+
+    def quantize(self, **options: Any) -> object:
+        return quantize(self.source, self.out, dry_run=True, **options)
+
+    def calibrated(self, **options: Any) -> object:
+        return self.quantize(calibration=self.text, **{"calibration_tokens": 512, "calibration_ctx": 32} | options)
+
+    def calibrate(self, **options: Any) -> object:
+        return calibrate(self.source, self.text, self.out, **{"tokens": 512, "ctx": 32} | options)
+
+    def verify(self, **options: Any) -> object:
+        return verify(self.path, ppl=True, text=self.text, **{"ctx": 16, "chunks": 2} | options)
+
+    def bench(self, **options: Any) -> object:
+        with w4conv.open(self.path) as container:
+            return bench([("m", container)], **{"n_prompt": 4, "n_tokens": 2, "rounds": 1} | options)
+
+    def generate(self, **options: Any) -> object:
+        return list(self.model.generate([1, 2], **{"max_tokens": 2} | options))
+
+    def generate_text(self, **options: Any) -> object:
+        tokenizer = Tokenizer(self.model.container.blobs)
+        given = {"max_tokens": 2} | options
+        return generate_text(
+            self.model, tokenizer, [1, 2], sampler=Sampler(), stop_ids=(), at_start=True, on_piece=len, **given
+        )
+
+    def truncate(self, n: Any) -> object:
+        session = self.model.session()
+        session.append([1, 2, 3])
+        return session.truncate(n)
+
+
+COUNTS: dict[str, Callable[[Place, Any], object]] = {
+    "quantize threads": lambda p, n: p.quantize(threads=n),
+    "quantize group_size": lambda p, n: p.quantize(group_size=n),
+    "quantize calibration_tokens": lambda p, n: p.calibrated(calibration_tokens=n),
+    "quantize calibration_ctx": lambda p, n: p.calibrated(calibration_ctx=n),
+    "quantize gptq_zero15": lambda p, n: p.quantize(gptq_zero15=n),
+    "calibrate tokens": lambda p, n: p.calibrate(tokens=n),
+    "calibrate ctx": lambda p, n: p.calibrate(ctx=n),
+    "calibrate threads": lambda p, n: p.calibrate(threads=n),
+    "verify ctx": lambda p, n: p.verify(ctx=n),
+    "verify chunks": lambda p, n: p.verify(chunks=n),
+    "verify threads": lambda p, n: p.verify(threads=n),
+    "verify threads alone": lambda p, n: verify(p.path, threads=n),
+    "Model threads": lambda p, n: Model(p.path, threads=n),
+    "Model ctx": lambda p, n: Model(p.path, ctx=n),
+    "Model kv_memory": lambda p, n: Model(p.path, kv_memory=n),
+    "layer threads": lambda p, n: LayeredContainer(p.model.container).layer(0, threads=n),
+    "head threads": lambda p, n: LayeredContainer(p.model.container).head(threads=n),
+    "generate max_tokens": lambda p, n: p.generate(max_tokens=n),
+    "generate stop_ids": lambda p, n: p.generate(stop_ids=[n]),
+    "generate prompt": lambda p, n: p.model.generate([1, n], max_tokens=1),
+    "generate_text max_tokens": lambda p, n: p.generate_text(max_tokens=n),
+    "generate_text lookup": lambda p, n: p.generate_text(lookup=n),
+    "logits": lambda p, n: p.model.logits([1, n]),
+    "append": lambda p, n: p.model.session().append((1, n)),
+    "truncate": lambda p, n: p.truncate(n),
+    "PromptLookup": lambda _, n: PromptLookup(n),
+    "Sampler top_k": lambda _, n: Sampler(temperature=1, top_k=n),
+    "Sampler seed": lambda _, n: Sampler(temperature=1, seed=n),
+    "bench prompt": lambda p, n: p.bench(n_prompt=n),
+    "bench tokens": lambda p, n: p.bench(n_tokens=n),
+    "bench rounds": lambda p, n: p.bench(rounds=n),
+    "bench context": lambda p, n: p.bench(context=n),
+    "bench threads": lambda p, n: p.bench(threads=n),
+    "kernels": lambda _, n: kernels.product(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), threads=n),
+}
+# Where 0 means something of its own; elsewhere it is refused too, and is never the default.
+ZERO = ("quantize group_size", "quantize gptq_zero15", "generate max_tokens", "generate_text", "logits", "append",
+        "truncate", "PromptLookup", "Sampler", "generate stop_ids", "generate prompt")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    place = Place(tmp_path_factory.mktemp("arguments"))
+    yield place
+    place.model.close()
+
+
+@pytest.mark.parametrize("argument", COUNTS)
+def test_what_is_no_count_is_refused(argument: str, place: Place) -> None:
+    for words, value in NO_COUNTS.items():
+        if argument == "quantize group_size" and words == "'4'":
+            continue
+        with pytest.raises(UsageError) as raised:  # noqa: PT012  # the second line says which one was taken
+            COUNTS[argument](place, value)
+            pytest.fail(f"{argument} took {words}")
+        assert len(str(raised.value)) < 300
+    if not argument.startswith(ZERO):
+        with pytest.raises(UsageError, match=r"\b0\b"):
+            COUNTS[argument](place, 0)
+
+
+@pytest.mark.parametrize("argument", [name for name in COUNTS if "seed" not in name and "tokens" not in name])
+def test_counts_are_bounded(argument: str, place: Place) -> None:
+    """None is too large for a Python integer; where nothing bounds it, what it counts does."""
+    unbounded = ("quantize calibration", "verify chunks", "Model kv_memory", "Sampler", "bench rounds")
+    for value in (2**63, 10**30, 10**5000):
+        if not argument.startswith(unbounded):
+            with pytest.raises(UsageError):
+                COUNTS[argument](place, value)
+
+
+GOOD: dict[str, tuple[str, int]] = {
+    "threads": ("quantize threads", 2), "group": ("quantize group_size", 64), "row": ("quantize group_size", 0),
+    "tokens": ("quantize calibration_tokens", 512), "ctx": ("verify ctx", 16), "model": ("Model ctx", 9),
+    "ids": ("logits", 299), "id 0": ("append", 0), "stop": ("generate stop_ids", 7), "none": ("generate max_tokens", 0),
+    "seed": ("Sampler seed", 2**31), "cut": ("truncate", 3), "chunks": ("verify chunks", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [int, np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("case", GOOD)
+def test_every_kind_of_integer_is_a_count(case: str, kind: type, place: Place) -> None:
+    argument, value = GOOD[case]
+    if kind is not int and value > np.iinfo(kind).max:
+        pytest.skip("does not fit")
+    COUNTS[argument](place, kind(value))
+
+
+def test_group_size_zero_is_a_row(place: Place) -> None:
+    report = quantize(place.source, place.out, group_size=0, dry_run=True)
+    assert report.group_size == 0
+    assert report == quantize(place.source, place.out, group_size="row", dry_run=True)
+    assert report != quantize(place.source, place.out, dry_run=True)
+
+
+@pytest.mark.parametrize("ids", [
+    [1.5], [1, True], [None], ["1"], "12", b"12", 5, None, [[1, 2]], [1, [2]], {1: 2}, {1, 2}, [-1], [300], [2**63],
+    [10**5000], np.array([1.0]), np.array([True]), np.array([[1]]), np.array(3), np.array([2**63], np.uint64),
+    np.array([1, 2], object), np.array(["1"]), [np.float32(1)], [np.array([1])], [],
+], ids=[f"ids {i}" for i in range(26)])  # fmt: skip
+def test_token_ids_that_are_none(ids: Any, place: Place) -> None:
+    with pytest.raises(UsageError):
+        place.model.logits(ids)
+    session = place.model.session()
+    session.append([1])
+    with pytest.raises(UsageError):
+        session.append(ids)
+    assert session.n_tokens == 1
+
+
+@pytest.mark.parametrize("ids", [
+    (5, 6, 7), range(5, 8), np.array([5, 6, 7], np.uint8), np.array([5, 6, 7], np.int64)[::1], np.arange(15)[5:8],
+    [np.int32(5), 6, np.uint64(7)], np.array([0, 5, 0, 6, 0, 7])[1::2], iter([5, 6, 7]), np.array([5, 6, 7], ">i4"),
+], ids=str)  # fmt: skip
+def test_token_ids_of_every_kind(ids: Any, place: Place) -> None:
+    assert place.model.logits(ids).tobytes() == place.model.logits([5, 6, 7]).tobytes()
+
+
+@pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), -0.1, None, [0.5], 10**400, np.bool_(True)])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=name.replace("_", "-")):
+        Sampler(**{"temperature": 1.0, name: value})
+
+
+def test_samplers_take_numbers_of_every_kind() -> None:
+    logits = np.arange(9, dtype=np.float32)
+    plain = Sampler(temperature=0.5, top_k=3, top_p=0.5, seed=1)(logits)
+    assert (
+        Sampler(temperature=np.float32(0.5), top_k=np.int8(3), top_p=np.float64(0.5), seed=np.int64(1))(logits) == plain
+    )
+
+
+@pytest.mark.parametrize("words", ["", "none", 3, None])
+def test_words_are_words(words: Any, place: Place) -> None:
+    for given in ({"activations": words}, {"kv": words}):
+        with pytest.raises(UsageError):
+            Model(place.path, **given)
+    if words is not None:
+        for given in ({"method": words}, {"convention": words}):
+            with pytest.raises(UsageError):
+                place.quantize(**given) if "method" in given else place.verify(**given)
+
+
+@pytest.mark.parametrize("value", [True, "x", float("nan"), float("-inf"), [1]])
+def test_thresholds_are_numbers(value: Any, place: Place) -> None:
+    with pytest.raises(UsageError, match="min-sqnr"):
+        verify(place.path, against=place.source, min_sqnr=value)
+    with pytest.raises(UsageError, match="max-ppl-increase"):
+        verify(place.path, against=place.source, ppl=True, text=place.text, ctx=16, max_ppl_increase=value)
