@@ -156,8 +156,9 @@ class Model:
             refuse_to_run(self.container.path, self.container.provenance)
             self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
             limit = self.spec.max_positions
-            of = f"the limit of {self.container.path}"
-            self.ctx = limit if ctx is None else count(ctx, "ctx", low=1, high=limit, what=of)
+            self.ctx = limit if ctx is None else count(ctx, "ctx", low=1)
+            if self.ctx > limit:
+                raise UsageError(f"ctx {self.ctx} is not between 1 and {limit}, the limit of {self.container.path}")
             self._engine = self._load()
             self.kv_window = 0 if kv_memory is None else self._window_within(kv_memory)
         except BaseException:

@@ -22,7 +22,7 @@ struct BoundModel {
   std::mutex mutex;
   int forks = n_forks();           // of which the mutex knows
   std::vector<MatrixParts> parts;  // of its matrices
-  bool ready = false;  // its shapes were checked after the last change
+  bool ready = false;              // its shapes were checked after the last change
   BoundModel(ModelConfig config, int n_threads) : model(std::move(config), n_threads, kernels()) {}
 
   std::unique_lock<std::mutex> lock() {

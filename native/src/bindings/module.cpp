@@ -16,14 +16,13 @@ NB_MODULE(_native, m) {
   m.def("dot_instruction", [] { return std::string(kernels().dot_name()); });
   m.def("explain_lost_pages", &explain_lost_pages);
   nb::exception<ThreadStartError>(m, "ThreadStartError", PyExc_RuntimeError);
-  nb::class_<Pool>(m, "Pool")
-      .def(
-          "__init__",
-          [](Pool* p, int n_threads) {
-            bindings::require(n_threads >= 1 && n_threads <= 1024, "threads: 1 to 1024");
-            new (p) Pool(n_threads);
-          },
-          "n_threads"_a);
+  nb::class_<Pool>(m, "Pool").def(
+      "__init__",
+      [](Pool* p, int n_threads) {
+        bindings::require(n_threads >= 1 && n_threads <= 1024, "threads: 1 to 1024");
+        new (p) Pool(n_threads);
+      },
+      "n_threads"_a);
   bindings::register_matrices(m);
   bindings::register_products(m);
   bindings::register_calibration(m);

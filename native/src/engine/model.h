@@ -92,9 +92,9 @@ class Session {
 
  private:
   int64_t n_positions_, n_tokens_ = 0;
-  int64_t n_stored_ = 0;  // the most tokens that there were since the session was empty
-  std::vector<Buffer> buffers_;        // keys, values and their scales of each layer
-  std::vector<int64_t> n_reserved_;    // slots of each layer that have memory
+  int64_t n_stored_ = 0;             // the most tokens that there were since the session was empty
+  std::vector<Buffer> buffers_;      // keys, values and their scales of each layer
+  std::vector<int64_t> n_reserved_;  // slots of each layer that have memory
   std::vector<KvCache> layers_;
 };
 

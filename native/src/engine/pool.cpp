@@ -47,8 +47,8 @@ Pool::Team::Team(int n_threads) {
   } catch (const std::system_error& error) {
     const size_t n_started = workers_.size() + 1;
     stop();
-    throw ThreadStartError("the system starts no more than " + std::to_string(n_started) + " of " + std::to_string(n_threads) +
-                    " threads: " + error.code().message());
+    throw ThreadStartError("the system starts no more than " + std::to_string(n_started) + " of " +
+                           std::to_string(n_threads) + " threads: " + error.code().message());
   } catch (...) {
     stop();
     throw;
