@@ -195,7 +195,7 @@ def _tokenizer(raw: bytes) -> None:
     tokenizer = Tokenizer(blobs | {"tokenizer.json": raw})
     ids = tokenizer.encode("The king, caf\u00e9 \U0001f600")
     tokenizer.decode(ids)
-    stream = tokenizer.stream(at_start=True)
+    stream = tokenizer.stream()
     for token in [*ids, 0, 255, 256, 10**6]:
         stream.push(token)
     stream.finish()

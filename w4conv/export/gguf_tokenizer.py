@@ -15,6 +15,7 @@ import tokenizers
 from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
+from w4conv.runtime.decoding import flat_steps
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
 from w4conv.sources.base import TOOL_TEMPLATE
 from w4conv.sources.gguf_cuts import CUTS, flat, name_of
@@ -55,6 +56,11 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
             notes.append(
                 "The tokenizer brings text into Unicode form NFC first; llama.cpp expects it to be so already."
             )
+    if not _decodes_alike(document, keys):
+        notes.append(
+            "llama.cpp makes text of tokens in its own way, which is not that of this tokenizer's decoder: the text of "
+            "an answer may differ there, in spaces for instance. Its tokens do not."
+        )
     if any(t.get("lstrip") or t.get("rstrip") for t in document.get("added_tokens") or ()):
         notes.append(
             "Some special tokens take the spaces beside them away; llama.cpp does so only for models it knows."
@@ -156,6 +162,24 @@ def _pieces(
         "tokenizer.ggml.token_type": lists["tokenizer.ggml.token_type"],
         "tokenizer.ggml.add_space_prefix": boolean(prefix),
     }
+
+
+def _decodes_alike(document: Json, keys: Mapping[str, Value]) -> bool:
+    """Whether llama.cpp makes the same text of tokens: bytes, or pieces whose U+2581 is a space."""
+    steps = list(flat_steps(document.get("decoder")))
+    if keys["tokenizer.ggml.model"] == text("gpt2"):
+        return [step.get("type") for step in steps] == ["ByteLevel"]
+    pieces = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if steps and steps[0].get("type") == "Metaspace":
+        spaced = steps[0].get("replacement") == SPACE and steps[0].get("prepend_scheme", "always") != "never"
+        return steps[1:] in ([], pieces[1:], pieces[2:]) and boolean(spaced) == keys["tokenizer.ggml.add_space_prefix"]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prefix = keys["tokenizer.ggml.add_space_prefix"] == boolean(True)
+    return steps == [*pieces, *([strip] if prefix else [])]
 
 
 def _special(tokenizer: Tokenizer, model: ExportModel, ids: Mapping[str, int]) -> dict[str, Value]:

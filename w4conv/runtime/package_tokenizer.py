@@ -87,12 +87,6 @@ class PackageTokenizer:
             ids: list[int] = self._for(text).encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        with package_errors("cannot be used"):
-            text: str = self._whole.decode(list(ids), skip_special_tokens=True)
-        return text
-
     @functools.cached_property
     def _whole(self) -> _Package:
         return _build(self._document, self._later)

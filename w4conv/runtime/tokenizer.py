@@ -5,21 +5,20 @@ The rules about BOS, in one place. `adds_bos` is whether a text starts with the 
 `encode` puts one BOS at the start or none, never two; it adds no other special token. Special tokens spelled out in the
 text are recognised as such, as the tokenizers package does it.
 
-The bytes of a token are worked out here, not by decoding ids one at a time: byte fallback and byte-level tokens split
-UTF-8 sequences, and decoders strip the space at the start of what they take for a text of its own.
+Ids become text by the decoder of tokenizer.json, step by step (w4conv.runtime.decoding): what comes in pieces is,
+joined, what the tokenizers package makes of all ids.
 """
 
 from __future__ import annotations
 
-import codecs
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from tokenizers import AddedToken
 
 from w4conv.errors import InputError, UsageError
-from w4conv.runtime.package_tokenizer import PackageTokenizer
+from w4conv.runtime.decoding import StreamDecoder
+from w4conv.runtime.package_tokenizer import PackageTokenizer, package_errors
 from w4conv.runtime.tokenizer_file import is_id, json_object
 
 # Tokens by which chat models end a turn. A model may name only one of them as its EOS, or none.
@@ -27,9 +26,6 @@ END_OF_TURN: Final = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-_SPACE = "▁"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -49,13 +45,13 @@ class Tokenizer:
                 "again"
             )
         self._tokenizer = PackageTokenizer(blobs["tokenizer.json"])
-        self._pieces = _Pieces(self._tokenizer.decoder)
         self._config = json_object(blobs, "config.json")
         self._generation = json_object(blobs, "generation_config.json")
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
         self._add_tokens()
         self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
+        self._special_texts = {t.content for t in self._tokenizer.added.values() if t.special}
         self.n_tokens = self._tokenizer.n_tokens
         self.bos_id = self._named_id("bos")
         self.adds_bos = self._adds_bos()
@@ -75,18 +71,25 @@ class Tokenizer:
             raise UsageError("a BOS token was asked for, but this tokenizer names none")
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` as a text of its own, without special tokens."""
-        return self._tokenizer.decode(ids)
+        stream = self.stream()
+        return "".join([*(stream.push(i) for i in ids), stream.finish()])
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that a token adds to a text; none for special tokens and for ids beyond the vocabulary."""
-        token = None if token_id in self._special_ids else self._tokenizer.token(token_id)
-        return b"" if token is None else self._pieces.to_bytes(token)
+    def stream(self, *, after: Iterable[int] = ()) -> TokenStream:
+        """Text of tokens as they come. after: tokens before them, such as those of the prompt that they continue."""
+        return TokenStream(self, after)
 
-    def stream(self, *, at_start: bool) -> StreamDecoder:
-        """A decoder for tokens as they come. at_start: they begin a text rather than continue one."""
-        return StreamDecoder(self, strip_space=at_start and self._pieces.strips_start)
+    @property
+    def decoder(self) -> Mapping[str, Any] | None:
+        """`decoder` of tokenizer.json."""
+        found: Mapping[str, Any] | None = self._tokenizer.decoder
+        return found
+
+    def text_token(self, token_id: int) -> str | None:
+        """What the decoder gets for an id: None for special tokens and for ids beyond the vocabulary."""
+        token = self._tokenizer.token(token_id)
+        return None if token in self._special_texts else token
 
     def stop_ids(self, *, chat: bool = False) -> frozenset[int]:
         """Every token that ends a generation: all EOS tokens the files name; with `chat`, the ends of a turn too."""
@@ -163,75 +166,28 @@ class Tokenizer:
         return out
 
 
-class StreamDecoder:
-    """Turns token ids into pieces of text as they come: never half a UTF-8 sequence, no space lost between pieces."""
+class TokenStream:
+    """Joined, the pieces are what `Tokenizer.decode` gives for all ids, or what they add to the text of those before.
 
-    def __init__(self, tokenizer: Tokenizer, *, strip_space: bool) -> None:
-        self._tokenizer = tokenizer
-        self._strip_space = strip_space
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    Raises InputError where the tokenizers package cannot follow the decoder of the file.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Iterable[int]) -> None:
+        self._token = tokenizer.text_token
+        with package_errors("cannot be used"):
+            context = (token for token in map(self._token, after) if token is not None)
+            self._decoder = StreamDecoder(tokenizer.decoder, context)
 
     def push(self, token_id: int) -> str:
-        """Text that is complete with this token; may be empty."""
-        piece = self._tokenizer.token_bytes(token_id)
-        if self._strip_space and piece:
-            piece = piece.removeprefix(b" ")
-            self._strip_space = False
-        return self._decoder.decode(piece)
+        """Text that no later token can change; may be empty."""
+        token = self._token(token_id)
+        with package_errors("cannot be used"):
+            return "" if token is None else self._decoder.push(token)
 
     def finish(self) -> str:
-        """What is left: a sequence that never was completed becomes U+FFFD."""
-        return self._decoder.decode(b"", final=True)
-
-
-class _Pieces:
-    """Token text to bytes, by the decoder that tokenizer.json declares: byte-level, or spaces written as U+2581."""
-
-    def __init__(self, decoder: object) -> None:
-        steps = list(_decoder_steps(decoder))
-        kinds = {str(step.get("type")) for step in steps}
-        self._byte_level = "ByteLevel" in kinds
-        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-        if unknown or not (self._byte_level or kinds & {"Replace", "Metaspace"}):
-            raise InputError(
-                f"tokenizer.json: the decoder ({', '.join(sorted(kinds)) or 'none'}) is not one that w4conv knows: "
-                "ByteLevel, or Replace or Metaspace with ByteFallback, Fuse and Strip"
-            )
-        self._byte_fallback = "ByteFallback" in kinds
-        self.strips_start = any(
-            (step.get("type") == "Strip" and step.get("start"))
-            or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-            for step in steps
-        )
-
-    def to_bytes(self, token: str) -> bytes:
-        if self._byte_level:
-            known = [_BYTE_OF.get(c) for c in token]
-            # An added token may hold characters outside the alphabet; it stands for itself.
-            return token.encode() if None in known else bytes(b for b in known if b is not None)
-        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        return token.replace(_SPACE, " ").encode()
-
-
-def _decoder_steps(decoder: object) -> Iterable[Mapping[str, Any]]:
-    if not isinstance(decoder, dict):
-        return
-    if decoder.get("type") == "Sequence":
-        for step in decoder.get("decoders", []):
-            yield from _decoder_steps(step)
-    else:
-        yield decoder
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the other 68 are written as U+0100 and up, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF: Final = _byte_alphabet()
+        """What was held back."""
+        with package_errors("cannot be used"):
+            return self._decoder.finish()
 
 
 def _ids(value: object) -> list[int]:
