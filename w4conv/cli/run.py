@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,12 @@ def run(
     ] = None,
     n: Annotated[int, typer.Option("--tokens", "-n", min=1, metavar="N", help="Most tokens to generate")] = 256,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template")] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --chat: that chat template, of a model with several [default: default]"
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy: always the most probable token")] = 0.0,
     top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the N most probable tokens; 0 is off")] = 0,
     top_p: Annotated[float, typer.Option(metavar="X", help="Draw from the fewest tokens with share X; 1 is off")] = 1.0,
@@ -75,6 +82,7 @@ def run(
     the end, with the figures of --stats.
     """
     from w4conv.container import open_container
+    from w4conv.runtime.chat import ChatTemplate
     from w4conv.runtime.engine import Model
     from w4conv.runtime.generation import generate_text
     from w4conv.runtime.sampling import Sampler
@@ -83,15 +91,20 @@ def run(
 
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
-    with open_container(file) as container:
+    if chat_template is not None and not chat:
+        raise UsageError("--chat-template chooses a template for --chat, which is not given")
+    with ExitStack() as stack:
+        container = stack.enter_context(open_container(file))
+        # First, since its process needs some 80 ms, in which the model is opened.
+        template = ChatTemplate.from_blobs(container.blobs, name=chat_template) if chat else None
+        if template is not None:
+            stack.enter_context(template)
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
-            if chat:
-                from w4conv.runtime.chat import ChatTemplate
-
-                template = ChatTemplate.from_blobs(container.blobs)
+            if template is not None:
                 text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
+                template.close()
             generation = generate_text(
                 model,
                 tokenizer,

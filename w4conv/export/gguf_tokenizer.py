@@ -12,12 +12,13 @@ from typing import Any
 
 import tokenizers
 
+from w4conv.blobs import json_object
 from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
+from w4conv.runtime.chat import templates_of
 from w4conv.runtime.decoding import flat_steps
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
-from w4conv.sources.base import TOOL_TEMPLATE
 from w4conv.sources.gguf_cuts import CUTS, flat, name_of
 from w4conv.sources.vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
@@ -32,7 +33,7 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
         keys = {"tokenizer.ggml.model": text("none")}
         return keys, ["There is no tokenizer in the container: llama.cpp can load the file for token ids only."]
     where = f"{model.container.path}: tokenizer.json"
-    document = json.loads(model.blobs["tokenizer.json"])
+    document = json_object(model.blobs, "tokenizer.json")
     tokenizer = Tokenizer(model.blobs)
     bpe = document.get("model", {})
     if bpe.get("type") != "BPE" or bpe.get("continuing_subword_prefix") or bpe.get("end_of_word_suffix"):
@@ -66,8 +67,10 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
             "Some special tokens take the spaces beside them away; llama.cpp does so only for models it knows."
         )
     keys |= _special(tokenizer, model, {token: i for i, token in enumerate(tokens)})
-    for key, template in _chat_templates(model.blobs).items():
-        keys[key] = text(template)
+    templates = templates_of(model.blobs)
+    for name, key in (("default", "tokenizer.chat_template"), ("tool_use", "tokenizer.chat_template.tool_use")):
+        if name in templates:
+            keys[key] = text(templates[name])
     return keys, notes
 
 
@@ -202,17 +205,3 @@ def _special(tokenizer: Tokenizer, model: ExportModel, ids: Mapping[str, int]) -
         "tokenizer.ggml.add_bos_token": boolean(tokenizer.adds_bos),
         "tokenizer.ggml.add_eos_token": boolean(False),
     }
-
-
-def _chat_templates(blobs: Mapping[str, bytes]) -> dict[str, str]:
-    """The model's template, and the one for tools where there is one."""
-    found = json.loads(blobs.get("tokenizer_config.json", b"{}")).get("chat_template")
-    named = {"default": found}
-    if isinstance(found, list):
-        named = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
-    if "chat_template.jinja" in blobs:
-        named = {"default": blobs["chat_template.jinja"].decode()}
-        if TOOL_TEMPLATE in blobs:
-            named["tool_use"] = blobs[TOOL_TEMPLATE].decode()
-    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
-    return {key: template for name, key in keys.items() if isinstance(template := named.get(name), str)}

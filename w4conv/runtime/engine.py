@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from w4conv import _native, kernels
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import InputError, UsageError
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.generic import refuse_to_run
 from w4conv.scheme import TILE_ROWS, QuantScheme
@@ -116,7 +115,7 @@ class Model:
         self.kv = kv
         self.activations = activations
         refuse_to_run(self.container.path, self.container.provenance)
-        self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
+        self.spec = spec_of(self.container.blobs)
         if ctx is not None and not 1 <= ctx <= self.spec.max_positions:
             raise UsageError(
                 f"ctx {ctx} is not between 1 and {self.spec.max_positions}, the limit of {self.container.path}"

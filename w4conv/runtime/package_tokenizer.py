@@ -22,6 +22,7 @@ from w4conv import _native
 from w4conv.errors import InputError
 from w4conv.runtime.tokenizer_file import TokenizerFile
 
+MAX_ID: Final = 2**32 - 1  # of the package
 _FEW: Final = 4  # texts, after which the whole vocabulary pays
 _SHORT: Final = 1 << 14  # characters of a text that is worth it
 _UNSEEN: Final = "\0unseen"  # stands for any character that a text does not have
@@ -34,22 +35,22 @@ class PackageTokenizer:
     decoder: the value of that key of the document.
     """
 
-    def __init__(self, document: bytes) -> None:
-        self._document = document
+    def __init__(self, document: bytes, where: str = "tokenizer.json") -> None:
+        self._document, self._where = document, where
         self._later: list[AddedToken] = []
         self._n_texts = 0
         self._parts: _Parts | None
-        self._parts, small = _parts_of(document)
+        self._parts, small = _parts_of(document, where)
         self._base = small or self._whole
 
     def add(self, tokens: Sequence[AddedToken]) -> None:
         """Those that the vocabulary lacks get the ids behind it, in this order."""
         self._later += tokens
         if self._parts is None:
-            _add(self._base, tokens)
+            _add(self._base, tokens, self._where)
         else:
             self._parts.add(token.content for token in tokens)
-            self._base = _build(self._parts.document(), self._later)
+            self._base = _build(self._parts.document(), self._later, self._where)
             vars(self).pop("_whole", None)
 
     @property
@@ -69,6 +70,8 @@ class PackageTokenizer:
         return None if self._base.decoder is None else json.loads(self._base.decoder.__getstate__())
 
     def token(self, token_id: int) -> str | None:
+        if not 0 <= token_id <= MAX_ID:
+            return None
         token: str | None = self._base.id_to_token(token_id)
         return self._parts.id_to_token(token_id) if token is None and self._parts is not None else token
 
@@ -77,19 +80,19 @@ class PackageTokenizer:
 
     def first_id(self) -> int | None:
         """What the post-processor puts before a text, or the first token of one."""
-        with package_errors("cannot be used"):
+        with package_errors(self._where, "cannot be used"):
             ids: list[int] = self._base.encode("a", add_special_tokens=True).ids
         return ids[0] if ids else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without what the post-processor adds."""
-        with package_errors("cannot be used"):
+        with package_errors(self._where, "cannot be used"):
             ids: list[int] = self._for(text).encode(text, add_special_tokens=False).ids
         return ids
 
     @functools.cached_property
     def _whole(self) -> _Package:
-        return _build(self._document, self._later)
+        return _build(self._document, self._later, self._where)
 
     def _for(self, text: str) -> _Package:
         """A tokenizer that encodes this text as the whole one does."""
@@ -98,11 +101,11 @@ class PackageTokenizer:
             return self._whole
         # The text as the model gets it, from normalizer and pre-tokenizer: one of all its characters and of no merges.
         characters = {*text, *pre_tokenizers.ByteLevel.alphabet(), "▁"}
-        cutter = _build(self._parts.document(), self._later)
+        cutter = _build(self._parts.document(), self._later, self._where)
         vocab = {token: i for i, token in enumerate([_UNSEEN, *characters])}
         cutter.model = models.BPE(vocab=vocab, merges=[], unk_token=_UNSEEN)
         seen = cutter.encode(text, add_special_tokens=False).tokens
-        return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later)
+        return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later, self._where)
 
 
 class _Parts:
@@ -137,10 +140,10 @@ class _Parts:
         return None if found is None else found.decode(errors="replace")
 
 
-def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
+def _parts_of(document: bytes, where: str) -> tuple[_Parts, _Package] | tuple[None, None]:
     """And a tokenizer with hardly any of them. None where the package needs the whole document."""
     try:
-        file = TokenizerFile(document)
+        file = TokenizerFile(document, where)
         vocabulary, model, added = file.vocabulary, file.model, file.settings["added_tokens"]
         if vocabulary is None or vocabulary.n_ids > len(vocabulary):
             return None, None
@@ -154,30 +157,30 @@ def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
         parts.add(token["content"] for token in added)
         if any(parts.token_to_id(token["content"]) != token["id"] for token in added):
             return None, None
-        return parts, _build(parts.document(), [])
+        return parts, _build(parts.document(), [], where)
     except (TypeError, LookupError, InputError):
         return None, None  # the package says what is wrong with it
 
 
-def _build(document: bytes, later: Sequence[AddedToken]) -> _Package:
-    with package_errors("cannot be read"):
+def _build(document: bytes, later: Sequence[AddedToken], where: str) -> _Package:
+    with package_errors(where, "cannot be read"):
         package = _Package.from_str(document.decode())
     package.no_truncation()
     package.no_padding()
     if getattr(package.model, "dropout", None):
         package.model.dropout = None  # a training aid; encoding is the same every time
-    _add(package, later)
+    _add(package, later, where)
     return package
 
 
-def _add(package: _Package, tokens: Iterable[AddedToken]) -> None:
-    with package_errors("cannot be used"):
+def _add(package: _Package, tokens: Iterable[AddedToken], where: str) -> None:
+    with package_errors(where, "cannot be used"):
         for special, group in itertools.groupby(tokens, key=lambda token: token.special):
             (package.add_special_tokens if special else package.add_tokens)(list(group))
 
 
 @contextmanager
-def package_errors(what: str) -> Iterator[None]:
+def package_errors(where: str, what: str) -> Iterator[None]:
     """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
     try:
         yield
@@ -186,5 +189,5 @@ def package_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         # The package panics on some inputs; its PanicException is no Exception, and has no name to import.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise InputError(f"tokenizer.json {what} by the tokenizers package: {error}") from None
+            raise InputError(f"{where} {what} by the tokenizers package: {error}") from None
         raise

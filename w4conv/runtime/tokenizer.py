@@ -16,10 +16,11 @@ from typing import Any, Final
 
 from tokenizers import AddedToken
 
+from w4conv.blobs import json_object, place
 from w4conv.errors import InputError, UsageError
 from w4conv.runtime.decoding import StreamDecoder
 from w4conv.runtime.package_tokenizer import PackageTokenizer, package_errors
-from w4conv.runtime.tokenizer_file import is_id, json_object
+from w4conv.runtime.tokenizer_file import token_ids
 
 # Tokens by which chat models end a turn. A model may name only one of them as its EOS, or none.
 END_OF_TURN: Final = (
@@ -44,12 +45,15 @@ class Tokenizer:
                 "work without it, and Model.logits takes token ids. Put tokenizer.json beside the weights and convert "
                 "again"
             )
-        self._tokenizer = PackageTokenizer(blobs["tokenizer.json"])
-        self._config = json_object(blobs, "config.json")
-        self._generation = json_object(blobs, "generation_config.json")
+        self.where = place(blobs, "tokenizer.json")
+        self._tokenizer = PackageTokenizer(blobs["tokenizer.json"], self.where)
+        self._ids = {
+            kind: [token_ids(blobs, name, f"{kind}_token_id") for name in ("config.json", "generation_config.json")]
+            for kind in ("bos", "eos")
+        }
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
-        self._add_tokens()
+        self._add_tokens(place(blobs, "tokenizer_config.json"))
         self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
         self._special_texts = {t.content for t in self._tokenizer.added.values() if t.special}
         self.n_tokens = self._tokenizer.n_tokens
@@ -80,6 +84,10 @@ class Tokenizer:
         """Text of tokens as they come. after: tokens before them, such as those of the prompt that they continue."""
         return TokenStream(self, after)
 
+    def id(self, token: str) -> int | None:
+        """The id of a token, by its text."""
+        return self._tokenizer.id(token)
+
     @property
     def decoder(self) -> Mapping[str, Any] | None:
         """`decoder` of tokenizer.json."""
@@ -93,7 +101,7 @@ class Tokenizer:
 
     def stop_ids(self, *, chat: bool = False) -> frozenset[int]:
         """Every token that ends a generation: all EOS tokens the files name; with `chat`, the ends of a turn too."""
-        ids = {i for source in (self._generation, self._config) for i in _ids(source.get("eos_token_id"))}
+        ids = {i for named in self._ids["eos"] for i in named if i >= 0}
         named = self._named_id("eos")
         if named is not None:
             ids.add(named)
@@ -104,7 +112,7 @@ class Tokenizer:
             ids |= {i for i in found.values() if i is not None and i in self._special_ids}
         return frozenset(ids)
 
-    def _add_tokens(self) -> None:
+    def _add_tokens(self, where: str) -> None:
         """What tokenizer_config.json says of added tokens counts, as in transformers; named special tokens are added.
 
         Raises InputError for a token that would not get the id it is said to have.
@@ -128,7 +136,7 @@ class Tokenizer:
             got = self._tokenizer.id(token.content)
             if got != token_id:
                 raise InputError(
-                    f"tokenizer_config.json: the added token {token.content!r} is said to be {token_id}, but after the "
+                    f"{where}: the added token {token.content!r} is said to be {token_id}, but after the "
                     f"tokens of tokenizer.json it is {got}. The two do not belong together"
                 )
 
@@ -138,10 +146,7 @@ class Tokenizer:
             token_id = None if token is None else self._tokenizer.id(token)
             if token_id is not None:
                 return int(token_id)
-        for source in (self._config, self._generation):
-            for token_id in _ids(source.get(f"{kind}_token_id")):
-                return token_id
-        return None
+        return next((i for ids in self._ids[kind] for i in ids if i >= 0), None)
 
     def _adds_bos(self) -> bool:
         if self.bos_id is None:
@@ -173,27 +178,21 @@ class TokenStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Iterable[int]) -> None:
-        self._token = tokenizer.text_token
-        with package_errors("cannot be used"):
+        self._token, self._where = tokenizer.text_token, tokenizer.where
+        with package_errors(self._where, "cannot be used"):
             context = (token for token in map(self._token, after) if token is not None)
             self._decoder = StreamDecoder(tokenizer.decoder, context)
 
     def push(self, token_id: int) -> str:
         """Text that no later token can change; may be empty."""
         token = self._token(token_id)
-        with package_errors("cannot be used"):
+        with package_errors(self._where, "cannot be used"):
             return "" if token is None else self._decoder.push(token)
 
     def finish(self) -> str:
         """What was held back."""
-        with package_errors("cannot be used"):
+        with package_errors(self._where, "cannot be used"):
             return self._decoder.finish()
-
-
-def _ids(value: object) -> list[int]:
-    """Token ids out of an int, a list of ints, or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if is_id(v)]
 
 
 def _added_token(value: object, *, special: bool) -> AddedToken:
