@@ -190,11 +190,11 @@ def test_stream_gives_back_hard_texts(name: str) -> None:
     ("content", "message"),
     [
         (None, "no tokenizer.json"),
-        (b"{", "cannot be read"),
-        (b"[]", "cannot be read"),
+        (b"{", "not valid JSON"),
+        (b"[]", "expected a JSON object"),
         (b'{"model": {}}', "cannot be read"),
-        (b"\xff", "cannot be read"),
-        (b"[" * 100_000, "cannot be read"),
+        (b"\xff", "not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_broken_tokenizers_are_input_errors(content: bytes | None, message: str) -> None:

@@ -109,7 +109,7 @@ def _cut(document: Json, where: str) -> str:
 
 def _merges_reach_every_token(document: Json) -> bool:
     """Whether merges make of every token that token, so that to take whole words as they are changes nothing."""
-    bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
     model = {**document["model"], "ignore_merges": False}
     merging = tokenizers.Tokenizer.from_str(json.dumps({**document, **bare, "model": model, "added_tokens": []}))
     added = {token["content"] for token in document.get("added_tokens") or ()}  # found in a text before it is cut

@@ -20,9 +20,12 @@ from tokenizers import Tokenizer as _Package
 
 from w4conv import _native
 from w4conv.errors import InputError
+from w4conv.runtime.growth import check_growth
 from w4conv.runtime.tokenizer_file import TokenizerFile
 
 MAX_ID: Final = 2**32 - 1  # of the package
+MAX_TEXT_NBYTES: Final = 1 << 30  # as the model gets it
+_PIECE: Final = 1 << 12  # characters
 _FEW: Final = 4  # texts, after which the whole vocabulary pays
 _SHORT: Final = 1 << 14  # characters of a text that is worth it
 _UNSEEN: Final = "\0unseen"  # stands for any character that a text does not have
@@ -40,7 +43,9 @@ class PackageTokenizer:
         self._later: list[AddedToken] = []
         self._n_texts = 0
         self._parts: _Parts | None
-        self._parts, small = _parts_of(document, where)
+        file = TokenizerFile(document, where)
+        self._growth, self.decoding_growth = check_growth(file.settings, where)
+        self._parts, small = _parts_of(file, where)
         self._base = small or self._whole
 
     def add(self, tokens: Sequence[AddedToken]) -> None:
@@ -86,9 +91,24 @@ class PackageTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without what the post-processor adds."""
+        self._check_length(text)
         with package_errors(self._where, "cannot be used"):
             ids: list[int] = self._for(text).encode(text, add_special_tokens=False).ids
         return ids
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that the normalizer makes too long; looked at piece by piece where it might."""
+        if len(text) * 4 * self._growth <= MAX_TEXT_NBYTES or self._base.normalizer is None:
+            return
+        left = MAX_TEXT_NBYTES
+        with package_errors(self._where, "cannot be used"):
+            for i in range(0, len(text), _PIECE):
+                left -= len(self._base.normalizer.normalize_str(text[i : i + _PIECE]))
+                if left < 0:
+                    raise InputError(
+                        f"{self._where}: its normalizer makes more than {MAX_TEXT_NBYTES >> 20} MiB of a text of "
+                        f"{len(text):,} characters"
+                    )
 
     @functools.cached_property
     def _whole(self) -> _Package:
@@ -140,10 +160,9 @@ class _Parts:
         return None if found is None else found.decode(errors="replace")
 
 
-def _parts_of(document: bytes, where: str) -> tuple[_Parts, _Package] | tuple[None, None]:
+def _parts_of(file: TokenizerFile, where: str) -> tuple[_Parts, _Package] | tuple[None, None]:
     """And a tokenizer with hardly any of them. None where the package needs the whole document."""
     try:
-        file = TokenizerFile(document, where)
         vocabulary, model, added = file.vocabulary, file.model, file.settings["added_tokens"]
         if vocabulary is None or vocabulary.n_ids > len(vocabulary):
             return None, None

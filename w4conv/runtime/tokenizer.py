@@ -26,6 +26,7 @@ from w4conv.runtime.tokenizer_file import token_ids
 END_OF_TURN: Final = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
+MAX_PIECE_NBYTES: Final = 1 << 28  # of text that a token becomes
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,6 +54,7 @@ class Tokenizer:
         }
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
+        self.longest_token = MAX_PIECE_NBYTES // self._tokenizer.decoding_growth // 4
         self._add_tokens(place(blobs, "tokenizer_config.json"))
         self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
         self._special_texts = {t.content for t in self._tokenizer.added.values() if t.special}
@@ -178,7 +180,7 @@ class TokenStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Iterable[int]) -> None:
-        self._token, self._where = tokenizer.text_token, tokenizer.where
+        self._token, self._where, self._longest = tokenizer.text_token, tokenizer.where, tokenizer.longest_token
         with package_errors(self._where, "cannot be used"):
             context = (token for token in map(self._token, after) if token is not None)
             self._decoder = StreamDecoder(tokenizer.decoder, context)
@@ -186,8 +188,14 @@ class TokenStream:
     def push(self, token_id: int) -> str:
         """Text that no later token can change; may be empty."""
         token = self._token(token_id)
+        if token is None:
+            return ""
+        if len(token) > self._longest:
+            raise InputError(
+                f"{self._where}: token {token_id} has {len(token):,} characters, and its decoder adds more"
+            )
         with package_errors(self._where, "cannot be used"):
-            return "" if token is None else self._decoder.push(token)
+            return self._decoder.push(token)
 
     def finish(self) -> str:
         """What was held back."""
