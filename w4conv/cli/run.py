@@ -11,7 +11,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED
-from w4conv.cli._options import Activations, Json, KvKind, Threads
+from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
 from w4conv.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from w4conv.runtime.generation import Generation
 
 MAX_PROMPT_NBYTES = 1 << 26
+SPELLED = (
+    "note: the prompt spells special tokens, which are taken as such; --special-tokens text takes them as text, parse "
+    "says that this is meant\n"
+)
 EPILOG = """\
 \b
 Examples:
@@ -44,6 +48,7 @@ def run(
             metavar="NAME", help="With --chat: that chat template, of a model with several [default: default]"
         ),
     ] = None,
+    special_tokens: SpecialTokens = None,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy: always the most probable token")] = 0.0,
     top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the N most probable tokens; 0 is off")] = 0,
     top_p: Annotated[float, typer.Option(metavar="X", help="Draw from the fewest tokens with share X; 1 is off")] = 1.0,
@@ -82,7 +87,7 @@ def run(
     the end, with the figures of --stats.
     """
     from w4conv.container import open_container
-    from w4conv.runtime.chat import ChatTemplate
+    from w4conv.runtime.chat import ChatTemplate, encode_chat
     from w4conv.runtime.engine import Model
     from w4conv.runtime.generation import generate_text
     from w4conv.runtime.sampling import Sampler
@@ -102,13 +107,19 @@ def run(
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
-            if template is not None:
-                text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
+            special = special_tokens or "parse"
+            if template is None:
+                ids = tokenizer.encode(text, special_tokens=special)
+            else:
+                messages = [{"role": "user", "content": text}]
+                ids = encode_chat(template, tokenizer, messages, special_tokens=special)
                 template.close()
+                if special_tokens is None and tokenizer.special_ids(tokenizer.encode(text, add_bos=False)):
+                    _output.write(SPELLED, stream=sys.stderr)
             generation = generate_text(
                 model,
                 tokenizer,
-                tokenizer.encode(text, add_bos=False if chat else None),
+                ids,
                 max_tokens=n,
                 sampler=sampler,
                 stop_ids=tokenizer.stop_ids(chat=chat),

@@ -11,6 +11,7 @@ import copy
 import io
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from typing import Any, Final
 from w4conv.blobs import json_object, place, text_of
 from w4conv.errors import InputError, UsageError
 from w4conv.runtime import template_process
+from w4conv.runtime.tokenizer import SPECIAL_TOKENS, Tokenizer
 from w4conv.sources.base import TOOL_TEMPLATE
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
@@ -34,6 +36,8 @@ MAX_SECONDS: Final = 2.0  # of one rendering, by the clock
 START_SECONDS: Final = 60.0
 # Names by which templates read what a model thought before it answered; the first is the usual one.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_MASKS: Final = 0x10E000  # the first of characters that stand for special tokens in messages
+_PRIVATE: Final = re.compile("[\U0010e000-\U0010fffd]")
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 _ENVIRONMENT: Final = (
     "TZ",
@@ -179,6 +183,56 @@ class ChatTemplate:
                 "Shorten them"
             )
         return self._renderer.run(request.encode())
+
+
+def encode_chat(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], *, special_tokens: str = "parse"
+) -> list[int]:
+    """Ids of the prompt. special_tokens: whether those that a message spells are taken as such ("parse"), as
+    transformers and llama.cpp do, or as "text"; those that the template writes are special always.
+
+    With "text", what spells one in a message is replaced by a character of its own, and the template rendered again:
+    so it is known where the message ends up. Raises InputError where the template does something else with it, so that
+    the two cannot be told apart.
+    """
+    if special_tokens not in SPECIAL_TOKENS:
+        raise UsageError(f"special tokens {special_tokens!r} is none of {', '.join(SPECIAL_TOKENS)}")
+    prompt = template.render(messages, special_tokens=tokenizer.special_tokens)
+    ids = tokenizer.encode(prompt, add_bos=False)
+    if special_tokens == "parse":
+        return ids
+    chars: dict[str, str] = {}
+    found = tokenizer.special_texts()
+    spelled = re.compile("|".join(map(re.escape, found))) if found else None
+
+    def masked(value: object) -> object:
+        if isinstance(value, str) and spelled is not None:
+            value = spelled.sub(lambda m: chars.setdefault(m[0], chr(_MASKS + len(chars))), value)
+            if tokenizer.special_ids(tokenizer.encode(value, add_bos=False)):
+                raise unsure
+        elif isinstance(value, Mapping):
+            return {key: masked(item) for key, item in value.items()}
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            return [masked(item) for item in value]
+        return value
+
+    unsure = InputError(
+        "special tokens in a message cannot be taken as text here: the chat template, or the tokenizer, changes them "
+        "on the way. Leave them out, or take them as what they are with --special-tokens parse"
+    )
+    if any(_PRIVATE.search(text) for text in (prompt, *found)):
+        raise unsure
+    render = template.render([masked(m) for m in messages], special_tokens=tokenizer.special_tokens)  # type: ignore[misc]  # mappings stay mappings
+    control = tokenizer.special_ids(tokenizer.encode(render, add_bos=False))
+    if tokenizer.special_ids(ids) == control:
+        return ids
+    masks = {char: text for text, char in chars.items()}
+    if "".join(masks.get(c, c) for c in render) != prompt:
+        raise unsure
+    ids = tokenizer.encode_masked(render, masks)
+    if tokenizer.special_ids(ids) != control:
+        raise unsure
+    return ids
 
 
 class _LimitError(Exception):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from w4conv.runtime.tokenizer_file import TokenizerFile
 MAX_ID: Final = 2**32 - 1  # of the package
 MAX_TEXT_NBYTES: Final = 1 << 30  # as the model gets it
 _PIECE: Final = 1 << 12  # characters
+ALIASES: Final = 0x10F000  # the first of characters that stand for special tokens; no text should have them
 _FEW: Final = 4  # texts, after which the whole vocabulary pays
 _SHORT: Final = 1 << 14  # characters of a text that is worth it
 _UNSEEN: Final = "\0unseen"  # stands for any character that a text does not have
@@ -89,12 +91,36 @@ class PackageTokenizer:
             ids: list[int] = self._base.encode("a", add_special_tokens=True).ids
         return ids[0] if ids else None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without what the post-processor adds."""
+    def encode(self, text: str, *, as_text: bool = False) -> list[int]:
+        """Ids of a text, without what the post-processor adds. as_text: special tokens that it spells are text."""
         self._check_length(text)
         with package_errors(self._where, "cannot be used"):
-            ids: list[int] = self._for(text).encode(text, add_special_tokens=False).ids
+            package = self._for(text, as_text)
+            package.encode_special_tokens = as_text
+            ids: list[int] = package.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
+        """Ids of a text in which the characters of `masks` stand for what is text, though it spells special tokens.
+
+        The special tokens that the text spells itself get names of their own, which are found where none are special.
+        """
+        added = self.added
+        names = {t.content: chr(ALIASES + i) for i, t in enumerate(t for t in added.values() if t.special)}
+        longest_first = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
+        text = re.sub("|".join(map(re.escape, longest_first)), lambda m: names.get(m[0], m[0]), text)
+        text = "".join(masks.get(c, c) for c in text)
+        self._check_length(text)
+        package = _build(self._document, self._later, self._where)
+        flags = {
+            t.content: {"lstrip": t.lstrip, "rstrip": t.rstrip, "single_word": t.single_word} for t in added.values()
+        }
+        package.add_tokens([AddedToken(name, normalized=False, **flags[content]) for content, name in names.items()])
+        package.encode_special_tokens = True
+        with package_errors(self._where, "cannot be used"):
+            ids: list[int] = package.encode(text, add_special_tokens=False).ids
+        real = {package.token_to_id(name): self.id(content) for content, name in names.items()}
+        return [i if (known := real.get(i)) is None else known for i in ids]
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that the normalizer makes too long; looked at piece by piece where it might."""
@@ -114,7 +140,7 @@ class PackageTokenizer:
     def _whole(self) -> _Package:
         return _build(self._document, self._later, self._where)
 
-    def _for(self, text: str) -> _Package:
+    def _for(self, text: str, as_text: bool) -> _Package:
         """A tokenizer that encodes this text as the whole one does."""
         self._n_texts += 1
         if self._parts is None or "_whole" in vars(self) or self._n_texts > _FEW or len(text) > _SHORT:
@@ -123,6 +149,7 @@ class PackageTokenizer:
         characters = {*text, *pre_tokenizers.ByteLevel.alphabet(), "▁"}
         cutter = _build(self._parts.document(), self._later, self._where)
         vocab = {token: i for i, token in enumerate([_UNSEEN, *characters])}
+        cutter.encode_special_tokens = as_text
         cutter.model = models.BPE(vocab=vocab, merges=[], unk_token=_UNSEEN)
         seen = cutter.encode(text, add_special_tokens=False).tokens
         return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later, self._where)

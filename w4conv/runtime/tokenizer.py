@@ -27,6 +27,7 @@ END_OF_TURN: Final = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
 MAX_PIECE_NBYTES: Final = 1 << 28  # of text that a token becomes
+SPECIAL_TOKENS: Final = ("parse", "text")  # how those that a text spells are taken
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -63,12 +64,15 @@ class Tokenizer:
         self.adds_bos = self._adds_bos()
         self.special_tokens = self._special_tokens()
 
-    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
-        """Token ids of `text`. add_bos: None follows the model's convention.
+    def encode(self, text: str, *, add_bos: bool | None = None, special_tokens: str = "parse") -> list[int]:
+        """Token ids of `text`. add_bos: None follows the model's convention. special_tokens: whether those that the
+        text spells are taken as such ("parse"), or as "text".
 
         Raises UsageError when a BOS is asked for and the model has none.
         """
-        ids = self._tokenizer.encode(text)
+        if special_tokens not in SPECIAL_TOKENS:
+            raise UsageError(f"special tokens {special_tokens!r} is none of {', '.join(SPECIAL_TOKENS)}")
+        ids = self._tokenizer.encode(text, as_text=special_tokens == "text")
         if add_bos is None:
             add_bos = self.adds_bos
         if not add_bos:
@@ -76,6 +80,18 @@ class Tokenizer:
         if self.bos_id is None:
             raise UsageError("a BOS token was asked for, but this tokenizer names none")
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+
+    def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
+        """Ids of a text, without a BOS. masks: characters for what is text though it spells special tokens."""
+        return self._tokenizer.encode_masked(text, masks)
+
+    def special_ids(self, ids: Iterable[int]) -> list[int]:
+        """Those of them that are special tokens."""
+        return [i for i in ids if i in self._special_ids]
+
+    def special_texts(self) -> list[str]:
+        """What spells a special token, longest first."""
+        return sorted(filter(None, self._special_texts), key=lambda text: (-len(text), text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` as a text of its own, without special tokens."""
