@@ -232,7 +232,11 @@ class ConversionPlan:
                         f"{name}: {key} names {beyond[0]}, but the model's tokens are 0 to {spec.vocab_size - 1}: it "
                         "has no effect"
                     )
-        for name, template in templates_of(blobs).items():
+        try:
+            templates = templates_of(blobs)
+        except InputError as error:
+            raise self._fail(str(error)) from None
+        for name, template in templates.items():
             with ChatTemplate(template) as compiled:
                 try:
                     compiled.check()

@@ -58,7 +58,17 @@ CASES = [
     ("config.json", None, RUN),
     ("config.json", None, VERIFY),
     ("config.json", None, FLOATS),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"7": {"content": "new"}}}', RUN),
+    *(
+        ("tokenizer_config.json", content, RUN)
+        for content in (
+            b'{"added_tokens_decoder": {"7": {"content": "new"}}}',
+            b'{"added_tokens_decoder": {"x": {"content": "a"}}}',
+            b'{"added_tokens_decoder": [1]}',
+            b'{"added_tokens_decoder": {"7": {"content": 8}}}',
+            b'{"added_tokens_decoder": {"99999999999": {"content": "a"}}}',
+            b'{"add_bos_token": "false", "bos_token": "<s>"}',
+        )
+    ),
 ]
 
 

@@ -130,7 +130,7 @@ def test_no_message_makes_a_control_token(words: list[str], name: str) -> None:
         ("replace('<|im_end|>', '')", False), ("replace('|', '!')", True), ("length", True), ("lower", True),
         ("replace('hello', '</s>')", True), ("tojson(ensure_ascii=true)", False), ("batch(2) | list", True),
         ("default('<|im_end|>' in messages[0].content, true)", True), ("wordcount", True), ("urlencode", True),
-        ("title", True), ("replace('<|im_end|>', '</s>')", False), ("center(80)", True),
+        ("title", True), ("replace('<|im_end|>', '</s>')", False), ("center(80)", False),
     ],
 )  # fmt: skip
 def test_templates_that_change_the_message(change: str, fine: bool) -> None:

@@ -103,7 +103,7 @@ def _post_processor(step: Mapping[str, Any], n: int) -> int:
         total, pieces = 0, step.get(key)
         for piece in pieces if isinstance(pieces, list) else ():
             named = piece.get("SpecialToken") if isinstance(piece, dict) else None
-            token = special.get(named.get("id")) if isinstance(special, dict) and isinstance(named, dict) else None
+            token = special.get(str(named.get("id"))) if isinstance(special, dict) and isinstance(named, dict) else None
             ids = token.get("ids") if isinstance(token, dict) else None
             total += len(ids) if isinstance(ids, list) else n
         most = max(most, total)

@@ -66,7 +66,7 @@ def main() -> None:
 def confine() -> None:
     """Less than this process needs to do harm. What rendering imports has been imported."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    data = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+    data = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")), MEMORY_NBYTES)
     limits = {
         resource.RLIMIT_DATA: data + MEMORY_NBYTES,
         resource.RLIMIT_NOFILE: 0,  # open files stay open
@@ -75,6 +75,8 @@ def confine() -> None:
         resource.RLIMIT_CORE: 0,
     }
     for what, limit in limits.items():
+        hard = resource.getrlimit(what)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (limit, limit))
 
 

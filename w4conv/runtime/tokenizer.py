@@ -56,7 +56,8 @@ class Tokenizer:
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
         self.longest_token = MAX_PIECE_NBYTES // self._tokenizer.decoding_growth // 4
-        self._add_tokens(place(blobs, "tokenizer_config.json"))
+        self._settings_where = place(blobs, "tokenizer_config.json")
+        self._add_tokens(self._settings_where)
         self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
         self._special_texts = {t.content for t in self._tokenizer.added.values() if t.special}
         self.n_tokens = self._tokenizer.n_tokens
@@ -138,9 +139,12 @@ class Tokenizer:
         known = self._tokenizer.added
         found: dict[int, AddedToken] = {}
         decoder = self._settings.get("added_tokens_decoder")
-        for key, value in decoder.items() if isinstance(decoder, dict) else ():
-            if key.isdecimal() and _token_text(value):
-                found[int(key)] = _added_token(value, special=False)
+        if not isinstance(decoder, dict | None):
+            raise InputError(f"{where}: added_tokens_decoder is no object of tokens by id")
+        for key, value in (decoder or {}).items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10 and _token_text(value)):
+                raise InputError(f"{where}: added_tokens_decoder: {key[:20]!r} is no id with a token")
+            found[int(key)] = _added_token(value, special=False)
         named = {token.content for token in (known | found).values()}
         for name in SPECIAL_NAMES:
             for value in (self._settings.get(name), self._map.get(name)):
@@ -170,7 +174,9 @@ class Tokenizer:
         if self.bos_id is None:
             return False
         setting = self._settings.get("add_bos_token")
-        if isinstance(setting, bool):
+        if not isinstance(setting, bool | None):
+            raise InputError(f"{self._settings_where}: add_bos_token is {str(setting)[:20]}, expected true or false")
+        if setting is not None:
             return setting
         return self.bos_id == self._tokenizer.first_id()
 
