@@ -99,10 +99,6 @@ def _what_instead(path: Path) -> str:
             return f"a link to {path.readlink()}, which is not there; fetch the file again, or take the link away"
     except OSError as error:  # links in a circle
         return f"cannot be read: {error.strerror or error}"
-    return (
-        "is a directory, expected a file"
-        if path.is_dir()
-        else "is not a regular file"
-        if path.exists()
-        else "is missing"
-    )
+    if path.is_dir():
+        return "is a directory, expected a file"
+    return "is not a regular file" if path.exists() else "is missing"

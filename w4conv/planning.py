@@ -246,9 +246,10 @@ class ConversionPlan:
         if tokenizer is not None and self.source.path.is_dir() and os.path.lexists(listed):
             added = parse_json_object(read_small(listed), str(listed))
             if other := [token for token, i in added.items() if tokenizer.id(token) != i]:
+                known = tokenizer.id(other[0])
                 self.notes.append(
                     f"added_tokens.json is left aside: it says that {other[0]!r} is token {added[other[0]]}, "
-                    f"tokenizer.json that it is {tokenizer.id(other[0]) or 'none'}. Where it is right, save the "
+                    f"tokenizer.json that it is {'none' if known is None else known}. Where it is right, save the "
                     "tokenizer anew (in transformers: tokenizer.save_pretrained)"
                 )
 

@@ -164,7 +164,7 @@ def test_messages_in_parts_and_of_tools() -> None:
 def test_what_is_not_assured_is_refused() -> None:
     tokenizer, template = ours(TOKENIZERS["byte-level"]), ChatTemplate(CHATML)
     with pytest.raises(InputError, match="cannot be taken as text"):
-        encode_chat(template, tokenizer, [{"role": "user", "content": "\U0010e000</s>"}], special_tokens="text")
+        encode_chat(template, tokenizer, [{"role": "user", "content": "\U00100000</s>"}], special_tokens="text")
     wide = byte_level(normalized=True)
     wide.normalizer = normalizers.NFKC()
     with pytest.raises(InputError, match="cannot be taken as text"):

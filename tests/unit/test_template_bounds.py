@@ -120,7 +120,7 @@ def test_after_a_bound_was_reached_the_template_still_renders() -> None:
                 template.render(messages, special_tokens={})
         else:
             assert template.render(messages, special_tokens={}) == "ok"
-    with pytest.raises(InputError, match="processor time"):
+    with pytest.raises(InputError, match="exceeds its limits"):
         ChatTemplate(REFUSED["no output"]).render(MESSAGES, special_tokens={})
     template.close()
     template.close()

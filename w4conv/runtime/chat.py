@@ -36,17 +36,11 @@ MAX_SECONDS: Final = 2.0  # of one rendering, by the clock
 START_SECONDS: Final = 60.0
 # Names by which templates read what a model thought before it answered; the first is the usual one.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-_MASKS: Final = 0x10E000  # the first of characters that stand for special tokens in messages
-_PRIVATE: Final = re.compile("[\U0010e000-\U0010fffd]")
+_MASKS: Final = 0x100000  # the first of characters that stand for special tokens in messages
+_PRIVATE: Final = re.compile("[\U000f0000-\U0010ffff]")  # of private use: these, and ALIASES of package_tokenizer
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-_ENVIRONMENT: Final = (
-    "TZ",
-    "TZDIR",
-    "LANG",
-    "LC_ALL",
-    "LC_TIME",
-    "LD_LIBRARY_PATH",
-)  # all that the process gets to see
+# All that the process gets to see.
+_ENVIRONMENT: Final = ("TZ", "TZDIR", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH")
 
 Message = Mapping[str, object]
 
@@ -220,9 +214,10 @@ def encode_chat(
         "special tokens in a message cannot be taken as text here: the chat template, or the tokenizer, changes them "
         "on the way. Leave them out, or take them as what they are with --special-tokens parse"
     )
-    if any(_PRIVATE.search(text) for text in (prompt, *found)):
+    harmless: list[Any] = [masked(m) for m in messages]
+    if chars and any(_PRIVATE.search(text) for text in (prompt, *found)):
         raise unsure
-    render = template.render([masked(m) for m in messages], special_tokens=tokenizer.special_tokens)  # type: ignore[misc]  # mappings stay mappings
+    render = template.render(harmless, special_tokens=tokenizer.special_tokens)
     control = tokenizer.special_ids(tokenizer.encode(render, add_bos=False))
     if tokenizer.special_ids(ids) == control:
         return ids
@@ -239,6 +234,10 @@ class _LimitError(Exception):
     """A bound was reached; says which."""
 
 
+class _StartError(InputError):
+    """The process does not come up; another time it may."""
+
+
 class _Renderer:
     """Holds the process for one template. Whatever goes wrong ends it; the next request starts another."""
 
@@ -246,12 +245,15 @@ class _Renderer:
         self._source = source
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._fault: str | None = None  # why the template cannot be compiled
         _RENDERERS.add(self)
         self._start()
 
     def run(self, request: bytes | None) -> str:
         """The text that the template makes; without a request, it is compiled only."""
         with self._lock:
+            if self._fault is not None:
+                raise InputError(self._fault)
             process = self._process or self._start()
             try:
                 if not process.is_ready:
@@ -260,8 +262,9 @@ class _Renderer:
             except _LimitError as error:
                 self.stop()
                 raise InputError(f"the chat template exceeds its limits: {error}") from None
-            except InputError:
+            except InputError as error:
                 if not process.is_ready:
+                    self._fault = None if isinstance(error, _StartError) else str(error)
                     self.stop()
                 raise
             except BaseException:  # what the process still has to say would be taken for the next answer
@@ -330,9 +333,11 @@ class _Process:
     def make_ready(self) -> None:
         """Wait until the template is compiled. Raises InputError when it cannot be."""
         deadline = time.monotonic() + START_SECONDS
-        self._send(self._unsent, deadline)
-        if "ready" not in self._receive(deadline, "the process that renders it does not start"):
-            raise _LimitError("the process that renders it does not start")
+        try:
+            self._send(self._unsent, deadline)
+            self._receive(deadline)
+        except _LimitError as error:
+            raise _StartError(f"the process that renders chat templates does not start: {error}") from None
         answer = self._receive(time.monotonic() + MAX_SECONDS)
         if "error" in answer:
             raise InputError(f"the chat template cannot be compiled: {_fault(answer)}")
@@ -347,7 +352,7 @@ class _Process:
                 raise InputError(f"the chat template refuses these messages: {answer['text']}")
             if "error" in answer:
                 raise InputError(f"the chat template failed {_fault(answer)}")
-            n_chars += text.write(answer["piece"])
+            n_chars += text.write(str(answer.get("piece")))
             if n_chars > MAX_PROMPT_CHARS:
                 raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS:,} characters")
         return text.getvalue()
@@ -370,16 +375,21 @@ class _Process:
             except OSError:
                 raise self._death() from None
 
-    def _receive(self, deadline: float, late: str = f"it takes longer than {MAX_SECONDS:g} s") -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         while True:
             length = int.from_bytes(self._buffer[:4], "little") + 4
             if 4 < length <= len(self._buffer):
                 frame, self._buffer = self._buffer[4:length], self._buffer[length:]
-                answer: dict[str, Any] = json.loads(frame.decode(errors="surrogatepass"))
-                return answer
+                try:
+                    answer = json.loads(frame.decode(errors="surrogatepass"))
+                except (ValueError, RecursionError):
+                    answer = None
+                if isinstance(answer, dict) and answer.keys() & {"ready", "done", "error", "piece"}:
+                    return answer
+                raise _LimitError("it speaks for the process that renders it")
             if len(self._buffer) >= 4 and length > 8 * MAX_PROMPT_CHARS:
                 raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS:,} characters")
-            self._wait(self._out, select.POLLIN, deadline, late)
+            self._wait(self._out, select.POLLIN, deadline)
             try:
                 data = os.read(self._out.fileno(), 1 << 16)
             except BlockingIOError:
@@ -388,11 +398,11 @@ class _Process:
                 raise self._death()
             self._buffer += data
 
-    def _wait(self, stream: Any, event: int, deadline: float, late: str = "it takes too long") -> None:
+    def _wait(self, stream: Any, event: int, deadline: float) -> None:
         poll = select.poll()
         poll.register(stream.fileno(), event)
         if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-            raise _LimitError(late)
+            raise _LimitError(f"it takes longer than {MAX_SECONDS:g} s")
 
     def _death(self) -> _LimitError:
         try:

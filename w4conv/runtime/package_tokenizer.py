@@ -27,7 +27,7 @@ from w4conv.runtime.tokenizer_file import TokenizerFile
 MAX_ID: Final = 2**32 - 1  # of the package
 MAX_TEXT_NBYTES: Final = 1 << 30  # as the model gets it
 _PIECE: Final = 1 << 12  # characters
-ALIASES: Final = 0x10F000  # the first of characters that stand for special tokens; no text should have them
+ALIASES: Final = 0xF0000  # the first of characters that stand for special tokens; no text should have them
 _FEW: Final = 4  # texts, after which the whole vocabulary pays
 _SHORT: Final = 1 << 14  # characters of a text that is worth it
 _UNSEEN: Final = "\0unseen"  # stands for any character that a text does not have
