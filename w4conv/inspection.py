@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
+from w4conv.blobs import json_object
 from w4conv.container import ContainerHeader, TensorInfo, is_container, is_stream, open_container, read_header
 from w4conv.errors import InputError
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.spec import ModelSpec
 from w4conv.quantization.generic import matrix_role, refuse_to_run
 from w4conv.runtime.tokenizer_file import TokenizerFile
@@ -207,7 +207,7 @@ def _describe(
             raise refused
         if provenance is not None:
             refuse_to_run(path, provenance)
-        model = parse_config(config)
+        model = spec_of(blobs)
     except InputError as error:
         advice = "" if kind == "w4" else "; --architecture generic converts what has no engine"
         notes.append(f"w4conv cannot {'run' if kind == 'w4' else 'convert'} this model: {error}{advice}")
@@ -286,7 +286,6 @@ def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokeniz
 def _json(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """A JSON blob; one that is none counts as empty here, since inspect describes what it can."""
     try:
-        value = json.loads(blobs.get(name, b"{}"))
-    except (ValueError, RecursionError):
+        return json_object(blobs, name)
+    except InputError:
         return {}
-    return value if isinstance(value, dict) else {}

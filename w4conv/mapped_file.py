@@ -17,6 +17,38 @@ from w4conv.errors import ClosedError, InputError
 _MAPPINGS: Final[WeakValueDictionary[tuple[int, int, int], mmap.mmap]] = WeakValueDictionary()
 
 
+# How a file begins that was fetched in place of the one that was meant; what to call it.
+_STAND_INS: Final = (
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer", "run `git lfs pull` there, or fetch the file"),
+    (b"version https://hawser.github.com/spec/", "a Git LFS pointer", "run `git lfs pull` there, or fetch the file"),
+    (b"# xet version", "a pointer into a store of large files", "fetch the file that it stands for"),
+    (b"<!doctype html", "a web page", "fetch the file again, by its address for downloads"),
+    (b"<html", "a web page", "fetch the file again, by its address for downloads"),
+    (b"<head", "a web page", "fetch the file again, by its address for downloads"),
+    (b"<?xml", "an XML document, perhaps a server's error", "fetch the file again"),
+    (b"<error>", "a server's error in XML", "fetch the file again"),
+    (b"entry not found", "a server's error", "fetch the file again"),
+    (b"repository not found", "a server's error", "fetch the file again"),
+    (b"invalid username or password", "a server's error", "fetch the file again, signed in"),
+    (b"access to model ", "a server's error", "ask for access to the model, then fetch the file again"),
+    (b"404: not found", "a server's error", "fetch the file again"),
+    (b"access denied", "a server's error", "fetch the file again, signed in"),
+)
+_N_POINTERS: Final = 3
+HEAD_NBYTES: Final = 256
+
+
+def refuse_stand_in(head: bytes, where: object, *, text: bool = False) -> None:
+    """Raise InputError for what stands in a file's place: a Git LFS pointer, a web page, a server's error.
+
+    head: the first HEAD_NBYTES of the file. text: it may well be a page; only pointers are refused.
+    """
+    begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:64].lower()
+    for mark, what, advice in _STAND_INS[: _N_POINTERS if text else None]:
+        if begin.startswith(mark):
+            raise InputError(f"{where} is {what}, not the file itself; {advice}")
+
+
 class MappedFile:
     """A regular file mapped for reading. Arrays over the mapping outlive `close`."""
 
@@ -25,8 +57,7 @@ class MappedFile:
         self.path = path
         self._closed = False
         if not path.is_file():  # also keeps a pipe or a device from blocking the open
-            state = "is not a regular file" if path.exists() else "is missing"
-            raise InputError(f"{path}: {state}")
+            raise InputError(f"{path}: {_what_instead(path)}")
         try:
             with path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -37,6 +68,7 @@ class MappedFile:
                     self._map = _MAPPINGS[key] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+        refuse_stand_in(self.view(0, min(self.nbytes, HEAD_NBYTES)).tobytes(), path)
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Bytes [offset, offset + nbytes) as a read-only view, which must lie inside the file as it was opened.
@@ -64,3 +96,15 @@ class MappedFile:
     def close(self) -> None:
         self._closed = True
         self._map = None
+
+
+def _what_instead(path: Path) -> str:
+    """What there is where a regular file was expected."""
+    try:
+        if path.is_symlink() and not path.exists():
+            return f"a link to {path.readlink()}, which is not there; fetch the file again, or take the link away"
+    except OSError as error:  # links in a circle
+        return f"cannot be read: {error.strerror or error}"
+    if path.is_dir():
+        return "is a directory, expected a file"
+    return "is not a regular file" if path.exists() else "is missing"

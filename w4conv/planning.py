@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import __version__, codes
+from w4conv.blobs import config_of, parse_json_object
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, read_calibration
 from w4conv.channel_scaling import METHOD as AWQ
 from w4conv.channel_scaling import ChannelScaling
@@ -27,8 +28,11 @@ from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS
 from w4conv.quantization.folding import FoldedSource, Folding
 from w4conv.quantization.generic import GENERIC, GenericModel, Inventory, generic_model
 from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
-from w4conv.runtime.tokenizer_file import TokenizerFile
+from w4conv.runtime.chat import ChatTemplate, templates_of
+from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.runtime.tokenizer_file import TokenizerFile, token_ids
 from w4conv.sensitivity import Sensitivity
+from w4conv.sources._files import read_small
 from w4conv.sources.base import Source
 from w4conv.statistics import HEAD as HEAD_PLACE
 from w4conv.statistics import Statistics, observe
@@ -75,6 +79,7 @@ class ConversionPlan:
             except InputError as error:
                 raise self._fail(f"{error}. With --architecture generic it is converted, but cannot be run") from None
             self._check_vocabulary(self.model)
+        self._check_sidecars(None if generic else self.spec())
         self._choices = recipe.choices(self.model)
         self.methods = self._calibrated(method, with_text=calibration is not None)
         self.calibration: CalibrationText | Statistics | None = None
@@ -197,7 +202,7 @@ class ConversionPlan:
         """A tokenizer may have fewer tokens than the model, or special ones beyond those of a text model."""
         try:
             file = TokenizerFile(self.source.blobs.get("tokenizer.json", b"{}"))
-        except InputError:  # running the model tells
+        except InputError:  # the next check tells
             return
         own, added = file.highest_id, max(file.added, default=-1)
         if own >= spec.vocab_size:
@@ -211,6 +216,47 @@ class ConversionPlan:
                 "those beyond cannot be run"
             )
 
+    def _check_sidecars(self, spec: ModelSpec | None) -> None:
+        """What is carried can be used; notes what of it has no effect. spec: None where the model is not known."""
+        blobs = self.source.blobs
+        tokenizer = None
+        if "tokenizer.json" in blobs:
+            try:
+                tokenizer = Tokenizer(blobs)
+            except InputError as error:
+                raise self._fail(f"{error}. Mend the file, or take it away to convert without a tokenizer") from None
+        for name in ("config.json", "generation_config.json"):
+            for key in ("bos_token_id", "eos_token_id"):
+                try:
+                    ids = token_ids(blobs, name, key)
+                except InputError as error:
+                    raise self._fail(str(error)) from None
+                if spec is not None and (beyond := [i for i in ids if not 0 <= i < spec.vocab_size]):
+                    self.notes.append(
+                        f"{name}: {key} names {beyond[0]}, but the model's tokens are 0 to {spec.vocab_size - 1}: it "
+                        "has no effect"
+                    )
+        try:
+            templates = templates_of(blobs)
+        except InputError as error:
+            raise self._fail(str(error)) from None
+        for name, template in templates.items():
+            with ChatTemplate(template) as compiled:
+                try:
+                    compiled.check()
+                except InputError as error:
+                    self.notes.append(f"The chat template {name!r} cannot be used: {error}")
+        listed = self.source.path / "added_tokens.json"
+        if tokenizer is not None and self.source.path.is_dir() and os.path.lexists(listed):
+            added = parse_json_object(read_small(listed), str(listed))
+            if other := [token for token, i in added.items() if tokenizer.id(token) != i]:
+                known = tokenizer.id(other[0])
+                self.notes.append(
+                    f"added_tokens.json is left aside: it says that {other[0]!r} is token {added[other[0]]}, "
+                    f"tokenizer.json that it is {'none' if known is None else known}. Where it is right, save the "
+                    "tokenizer anew (in transformers: tokenizer.save_pretrained)"
+                )
+
     def spec(self) -> ModelSpec:
         """The model, where it is run."""
         assert isinstance(self.model, ModelSpec)
@@ -220,13 +266,7 @@ class ConversionPlan:
         return InputError(f"{self.source.path}: {message}")
 
     def _config(self) -> Mapping[str, object]:
-        try:
-            config = json.loads(self.source.blobs["config.json"])
-        except (ValueError, RecursionError) as error:
-            raise self._fail(f"config.json is not JSON: {error}") from error
-        if not isinstance(config, Mapping):
-            raise self._fail("config.json is not a JSON object")
-        return config
+        return config_of(self.source.blobs)
 
     def _check_source(self) -> None:
         """That the source has every tensor that the model needs; notes what of the source is left out."""

@@ -30,7 +30,7 @@ from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, r
 from w4conv.container import check_target, open_target
 from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import PLACES
@@ -251,7 +251,7 @@ def calibrate(
     kernels.thread_count(threads)
     tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
     with open_source(Path(src)) as source:
-        spec = parse_config(json.loads(source.blobs["config.json"]))
+        spec = spec_of(source.blobs)
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
         head = _header(source, spec, cut, full=full)
         channels = _channels(spec)

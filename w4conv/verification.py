@@ -53,6 +53,7 @@ class PerplexityReport:
     increase: Increase | None
     divergence: Divergence | None = None
     layers: tuple[LayerError, ...] | None = None
+    special_tokens: str = "parse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def verify(
     ctx: int | None = None,
     convention: str | None = None,
     chunks: int | None = None,
+    special_tokens: str | None = None,
     max_ppl_increase: float | str | None = None,
     min_sqnr: float | None = None,
     activations: str = "int16",
@@ -101,6 +103,7 @@ def verify(
     ppl: on `text`, by default the WikiText-2 raw test split; with `against` the source's too, of which one layer is in
     memory at a time. convention: "llama.cpp" (default) or "gptq"; ctx:
     default 512 and 2048; chunks: only the first so many windows. See measure/perplexity.py.
+    special_tokens: whether those that the text spells are taken as such ("parse", the default), or as "text".
     kld: the divergence from the source too, both models side by side (measure/divergence.py); implies ppl.
     layers: the error of each layer and matrix too, on the first windows (measure/layer_errors.py); implies kld.
     max_ppl_increase: most by which the perplexity may lie above the source's: 0.5 units, or "2%" of the source's.
@@ -116,11 +119,11 @@ def verify(
     if kld and against is None:
         raise UsageError("divergence and errors of layers are those from the source: name it with --against")
     ppl = ppl or kld
-    measuring = any(option is not None for option in (text, ctx, convention, chunks, max_ppl_increase))
+    measuring = any(option is not None for option in (text, ctx, convention, chunks, special_tokens, max_ppl_increase))
     if not ppl and (measuring or activations != "int16" or kv != "f16"):
         raise UsageError(
-            "text, ctx, convention, chunks, activations, kv and max-ppl-increase say how perplexity is measured: "
-            "add --ppl or --kld"
+            "text, ctx, convention, chunks, special-tokens, activations, kv and max-ppl-increase say how perplexity is "
+            "measured: add --ppl or --kld"
         )
     if against is None and (max_ppl_increase is not None or min_sqnr is not None):
         raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
@@ -154,7 +157,9 @@ def verify(
             return report([str(error)], intact=False)
         measurement = None
         if ppl:  # before the longer work, so that a missing or short text is told at once
-            measurement = _Measurement(container, text, convention, ctx, chunks, activations, kv, threads)
+            measurement = _Measurement(
+                container, text, convention, ctx, chunks, activations, kv, threads, special_tokens or "parse"
+            )
         round_trip = perplexity = None
         failures: list[str] = []
         if against is not None:
@@ -213,13 +218,16 @@ class _Measurement:
 
     def __init__(
         self, container: Container, text: str | os.PathLike[str] | None, convention: str | None, ctx: int | None,
-        chunks: int | None, activations: str, kv: str, threads: int | None,
+        chunks: int | None, activations: str, kv: str, threads: int | None, special_tokens: str,
     ) -> None:  # fmt: skip
         self._container, self._activations, self._kv, self._threads = container, activations, kv, threads
+        self._special_tokens = special_tokens
         convention, self._ctx = settle(convention, ctx)
         with Model(container, threads=threads, ctx=self._ctx, kv=kv, activations=activations):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
-        self._cut = cut_text(container, text, convention=convention, ctx=self._ctx, chunks=chunks)
+        self._cut = cut_text(
+            container, text, convention=convention, ctx=self._ctx, chunks=chunks, special_tokens=special_tokens
+        )
         self._windows = self._cut.windows
 
     def run(
@@ -253,6 +261,7 @@ class _Measurement:
             n_scored=self._windows.n_scored,
             activations=self._activations,
             kv=self._kv,
+            special_tokens=self._special_tokens,
             container=estimate(ours),
             source=None if theirs is None else estimate(theirs),
             increase=None if theirs is None else increase(ours, theirs),

@@ -22,10 +22,18 @@ import pieces
 import vectors
 from helpers import make_llama_dir, make_llama_gguf
 from mutations import INTEGERS, change_bytes, change_tree, mutate
-from w4files import open_bytes, small_file
+from w4files import open_bytes, small_file, with_blobs
 
-from w4conv.errors import InputError
-from w4conv.models import parse_config
+from w4conv.comparison import diff
+from w4conv.container import open_container
+from w4conv.convert import quantize
+from w4conv.errors import InputError, UsageError
+from w4conv.export import export
+from w4conv.inspection import inspect
+from w4conv.measure.text_windows import cut_text
+from w4conv.models import parse_config, spec_of
+from w4conv.runtime.chat import templates_of
+from w4conv.runtime.engine import Model
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sources import open_source
 from w4conv.sources.sentencepiece import rebuild_from_pieces
@@ -195,7 +203,7 @@ def _tokenizer(raw: bytes) -> None:
     tokenizer = Tokenizer(blobs | {"tokenizer.json": raw})
     ids = tokenizer.encode("The king, caf\u00e9 \U0001f600")
     tokenizer.decode(ids)
-    stream = tokenizer.stream(at_start=True)
+    stream = tokenizer.stream()
     for token in [*ids, 0, 255, 256, 10**6]:
         stream.push(token)
     stream.finish()
@@ -213,6 +221,96 @@ def _pieces_seeds() -> list[bytes]:
     return [pieces.model(), pieces.model(trainer=unigram), pieces.model(fallback, normalizer=pieces.field(4, 1))]
 
 
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_BLOBS = (
+    b"", b"[]", b"{", b"{}", b"null", b"\0" * 9, b"[" * 100_000, b"9" * 5000, b"\xff\xfe{", b"\xef\xbb\xbf{}",
+    b'{"a":' * 50_000, b'{"a":1,"a":2}', b"1e999", b'"x"', b"version https://git-lfs.github.com/spec/v1\n",
+)  # fmt: skip
+BLOB_SEEDS = {
+    "generation_config.json": {"bos_token_id": 256, "eos_token_id": [257, 3], "temperature": 0.7, "do_sample": True},
+    "tokenizer_config.json": {
+        "bos_token": {"content": "<s>", "lstrip": False, "special": True}, "eos_token": "</s>", "add_bos_token": True,
+        "added_tokens_decoder": {"256": {"content": "<s>", "special": True}},
+        "chat_template": "{{ messages[0].content }}",
+        "image_token": "<img>", "clean_up_tokenization_spaces": False,
+    },
+    "special_tokens_map.json": {"bos_token": "<s>", "pad_token": {"content": "</s>"}, "unk_token": None},
+}  # fmt: skip
+
+
+@cache
+def _converted() -> bytes:
+    directory, weights = _checkpoint()
+    (directory / "model.safetensors").write_bytes(weights)
+    path = _folder() / "model.w4"
+    quantize(directory, path, overwrite=True)
+    return path.read_bytes()
+
+
+def _blob_seeds() -> list[bytes]:
+    """Blobs as one JSON object of texts, in which a character stands for a byte."""
+    blobs = dict(open_bytes(_converted()).blobs)
+    blobs |= {name: json.dumps(value).encode() for name, value in BLOB_SEEDS.items()}
+    return [json.dumps({name: data.decode("latin-1") for name, data in blobs.items()}).encode()]
+
+
+def _mutate_blobs(raw: bytes, rng: random.Random) -> bytes:
+    """One of them: changed, cut, gone, or something else altogether."""
+    blobs = {name: text.encode("latin-1") for name, text in json.loads(raw).items()}
+    name = rng.choice(sorted(blobs))
+    kind = rng.random()
+    if kind < 0.05:
+        del blobs[name]
+    elif kind < 0.15:
+        blobs[name] = rng.choice(NO_BLOBS)
+    elif kind < 0.2:
+        blobs[name] = blobs[name][: rng.randrange(len(blobs[name]) + 1)]
+    else:
+        blobs[name] = _mutate_json(blobs[name], rng)
+    return json.dumps({name: data.decode("latin-1") for name, data in blobs.items()}).encode()
+
+
+def _blobs(raw: bytes) -> None:
+    """What each command makes of a container with these blobs; one that refuses them does not end the others."""
+    blobs = {name: text.encode("latin-1") for name, text in json.loads(raw).items()}
+    path = _folder() / "blobs.w4"
+    path.write_bytes(with_blobs(open_bytes(_converted()), blobs))
+    faults: list[InputError] = []
+
+    def use(step: Callable[[], object]) -> None:
+        try:
+            step()
+        except InputError as error:
+            faults.append(error)
+        except UsageError:  # such as a prompt with a BOS that the model does not have
+            pass
+
+    use(lambda: inspect(path))
+    use(lambda: diff(path, _folder() / "model.w4"))
+    use(lambda: _run_model(path))
+    for to in ("gguf", "safetensors", "mlx"):
+        use(lambda to=to: export(path, _folder() / f"exported-{to}", to=to, overwrite=True))  # type: ignore[misc]  # bound at once
+    if faults:
+        raise faults[0]
+
+
+def _run_model(path: Path) -> None:
+    with open_container(path) as container:
+        spec_of(container.blobs)
+        tokenizer = Tokenizer(container.blobs)
+        tokenizer.stop_ids(chat=True)
+        text = _folder() / "text.txt"
+        text.write_text("The king said to the queen that the kingdom was theirs. " * 4)
+        cut_text(container, text, convention="llama.cpp", ctx=8)
+        if named := templates_of(container.blobs):
+            assert all(isinstance(text, str) for text in named.values())
+        with Model(container, ctx=16, threads=1) as model:
+            model.logits([1])
+
+
 def _container_seeds() -> list[bytes]:
     return [vectors.raw(e) for e in vectors.SOUND] + [small_file()[0]]
 
@@ -223,6 +321,7 @@ TARGETS: Mapping[str, Target] = {
     "shard-index": Target(_index_seeds, _mutate_json, _shard_index),
     "gguf": Target(_gguf_seeds, _mutate_gguf, _gguf),
     "config": Target(_config_seeds, _mutate_json, _config),
+    "blobs": Target(_blob_seeds, _mutate_blobs, _blobs),
     "tokenizer": Target(_tokenizer_seeds, _mutate_json, _tokenizer),
     "tokenizer.model": Target(_pieces_seeds, mutate, _pieces),
 }

@@ -71,22 +71,6 @@ def test_templates_that_fail_or_reach_out(source: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{{ 'abcdefgh' * 1000 }}{% endfor %}",
-        "{{ 'x' * 1000000000 }}",
-        "{{ 1000000000 * 'x' }}",
-        "{{ 2 ** 100000000 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
-def test_templates_that_would_not_end(source: str) -> None:
-    with pytest.raises(InputError, match=r"failed \((LimitError|OverflowError|RecursionError)\)"):
-        render(source)
-
-
-@pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
         ([], {}, "at least one message"),
@@ -118,3 +102,35 @@ def test_messages_are_not_changed() -> None:
 def test_too_large_a_template_is_refused() -> None:
     with pytest.raises(InputError, match="limit"):
         ChatTemplate("x" * (chat.MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(InputError, match="the messages take"):
+        ChatTemplate("").render([{"role": "user", "content": "x" * chat.MAX_MESSAGES_NBYTES}], special_tokens={})
+
+
+@pytest.mark.parametrize("value", [b"bytes", {1: 2}, {"a": {3}}, [object()], 1j, (lambda: None)])
+def test_what_json_cannot_say_is_not_passed_on(value: object) -> None:
+    with pytest.raises(UsageError, match="JSON"):
+        render("{{ x }}", x=value)
+
+
+def test_named_templates() -> None:
+    listed = [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}]
+    blobs = {"tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}
+
+    def text(name: str | None = None, **options: bool) -> str:
+        return ChatTemplate.from_blobs(blobs, name=name, **options).render(MESSAGES, special_tokens={})
+
+    assert (text("rag"), text("tool_use"), text(tools=True)) == ("R", "T", "T")
+    with pytest.raises(InputError, match=r"none is its default: 'rag', 'tool_use'\. Name one"):
+        text()
+    with pytest.raises(InputError, match="none is named 'rags': 'rag', 'tool_use'"):
+        text("rags")
+
+
+@pytest.mark.parametrize(
+    "template", [5, True, {}, {"default": "x"}, [5], [{"name": "a"}], [{"name": 1, "template": "x"}], [["a", "b"]],
+    [{"name": "a", "template": "1"}, {"name": "a", "template": "2"}], [{"template": "x"}]]
+)  # fmt: skip
+def test_what_is_no_template(template: object) -> None:
+    blobs = {"tokenizer_config.json": json.dumps({"chat_template": template}).encode()}
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: chat_template is neither"):
+        ChatTemplate.from_blobs(blobs)

@@ -44,7 +44,7 @@ BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SPM], ids=["byte-level"
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], *, at_start: bool) -> list[str]:
-    decoder = tokenizer.stream(at_start=at_start)
+    decoder = tokenizer.stream(after=() if at_start else tokenizer.encode("b", add_bos=False))
     return [*(decoder.push(i) for i in ids), decoder.finish()]
 
 
@@ -148,7 +148,7 @@ def test_stream_keeps_the_space_between_prompt_and_continuation(tokenizer: Token
 def test_stream_ends_an_unfinished_sequence_as_replacement(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("你", add_bos=False)
     pieces = streamed(tokenizer, ids[:-1], at_start=False)
-    assert pieces[-1] == "�"
+    assert pieces[-1] == ("�" if tokenizer is BYTE_LEVEL else "��"), "one for a sequence, or one for each byte token"
     assert "�" not in "".join(pieces[:-1])
     # ... and an invalid byte does not swallow what follows it.
     assert "".join(streamed(tokenizer, [*ids[:-1], *tokenizer.encode("b", add_bos=False)], at_start=False)).endswith(
@@ -158,7 +158,7 @@ def test_stream_ends_an_unfinished_sequence_as_replacement(tokenizer: Tokenizer)
 
 def test_special_and_unknown_ids_have_no_text() -> None:
     assert streamed(BYTE_LEVEL, [256, 257, 299, 100_000], at_start=False)[:2] == ["", ""]
-    assert BYTE_LEVEL.token_bytes(100_000) == b""
+    assert BYTE_LEVEL.text_token(100_000) is None
 
 
 @BOTH
@@ -190,23 +190,16 @@ def test_stream_gives_back_hard_texts(name: str) -> None:
     ("content", "message"),
     [
         (None, "no tokenizer.json"),
-        (b"{", "cannot be read"),
-        (b"[]", "cannot be read"),
+        (b"{", "not valid JSON"),
+        (b"[]", "expected a JSON object"),
         (b'{"model": {}}', "cannot be read"),
-        (b"\xff", "cannot be read"),
-        (b"[" * 100_000, "cannot be read"),
+        (b"\xff", "not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_broken_tokenizers_are_input_errors(content: bytes | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Tokenizer({} if content is None else {"tokenizer.json": content})
-
-
-def test_unknown_decoder_is_refused() -> None:
-    reference = tiny_tokenizer()
-    reference.decoder = decoders.WordPiece()
-    with pytest.raises(InputError, match="WordPiece"):
-        Tokenizer(blobs_of(reference))
 
 
 def test_what_the_package_raises_over_a_file_when_it_is_used_is_the_file_s_fault() -> None:

@@ -49,6 +49,14 @@ KvKind = Annotated[
         autocompletion=lambda incomplete: [w for w in ("f16", "int8", "f32") if w.startswith(incomplete)],
     ),
 ]  # fmt: skip
+SpecialTokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="parse|text",
+        help="What special tokens are that the text spells, such as <|im_end|>: those tokens, or text [default: parse]",
+        autocompletion=lambda incomplete: [w for w in ("parse", "text") if w.startswith(incomplete)],
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output")]
 
 

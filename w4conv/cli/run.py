@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED
-from w4conv.cli._options import Activations, Json, KvKind, Threads
+from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
 from w4conv.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from w4conv.runtime.generation import Generation
 
 MAX_PROMPT_NBYTES = 1 << 26
+SPELLED = (
+    "note: the prompt spells special tokens, which are taken as such; --special-tokens text takes them as text, parse "
+    "says that this is meant\n"
+)
 EPILOG = """\
 \b
 Examples:
@@ -37,6 +42,13 @@ def run(
     ] = None,
     n: Annotated[int, typer.Option("--tokens", "-n", min=1, metavar="N", help="Most tokens to generate")] = 256,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template")] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --chat: that chat template, of a model with several [default: default]"
+        ),
+    ] = None,
+    special_tokens: SpecialTokens = None,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy: always the most probable token")] = 0.0,
     top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the N most probable tokens; 0 is off")] = 0,
     top_p: Annotated[float, typer.Option(metavar="X", help="Draw from the fewest tokens with share X; 1 is off")] = 1.0,
@@ -75,6 +87,7 @@ def run(
     the end, with the figures of --stats.
     """
     from w4conv.container import open_container
+    from w4conv.runtime.chat import ChatTemplate, encode_chat
     from w4conv.runtime.engine import Model
     from w4conv.runtime.generation import generate_text
     from w4conv.runtime.sampling import Sampler
@@ -83,19 +96,30 @@ def run(
 
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
-    with open_container(file) as container:
+    if chat_template is not None and not chat:
+        raise UsageError("--chat-template chooses a template for --chat, which is not given")
+    with ExitStack() as stack:
+        container = stack.enter_context(open_container(file))
+        # First, since its process needs some 80 ms, in which the model is opened.
+        template = ChatTemplate.from_blobs(container.blobs, name=chat_template) if chat else None
+        if template is not None:
+            stack.enter_context(template)
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
-            if chat:
-                from w4conv.runtime.chat import ChatTemplate
-
-                template = ChatTemplate.from_blobs(container.blobs)
-                text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
+            special = special_tokens or "parse"
+            if template is None:
+                ids = tokenizer.encode(text, special_tokens=special)
+            else:
+                messages = [{"role": "user", "content": text}]
+                ids = encode_chat(template, tokenizer, messages, special_tokens=special)
+                template.close()
+                if special_tokens is None and tokenizer.special_ids(tokenizer.encode(text, add_bos=False)):
+                    _output.write(SPELLED, stream=sys.stderr)
             generation = generate_text(
                 model,
                 tokenizer,
-                tokenizer.encode(text, add_bos=False if chat else None),
+                ids,
                 max_tokens=n,
                 sampler=sampler,
                 stop_ids=tokenizer.stop_ids(chat=chat),

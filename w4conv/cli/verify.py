@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Activations, Json, KvKind, Threads, one_of, refuse_terminal
+from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads, one_of, refuse_terminal
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import CheckError, OutputError
 
@@ -82,6 +82,7 @@ def verify(
         ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N windows")] = None,
+    special_tokens: SpecialTokens = None,
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(metavar="X|X%", help="Fail when perplexity lies more than X units, or X %, above the source's"),
@@ -120,6 +121,7 @@ def verify(
             ctx=ctx,
             convention=convention,
             chunks=chunks,
+            special_tokens=special_tokens,
             max_ppl_increase=max_ppl_increase,
             min_sqnr=min_sqnr,
             activations=activations,
@@ -220,7 +222,8 @@ def perplexity_text(p: PerplexityReport) -> str:
         (
             "convention",
             f"{p.convention}, ctx {p.ctx}, {p.n_windows:,} windows, {p.n_scored:,} tokens scored, "
-            f"{'with' if p.adds_bos else 'no'} BOS",
+            f"{'with' if p.adds_bos else 'no'} BOS"
+            + (", special tokens as text" if p.special_tokens == "text" else ""),
         ),
         (
             "perplexity",

@@ -21,6 +21,7 @@ from w4conv.container import validate
 from w4conv.container.integrity import check_data, check_tensor
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, SIGNATURE, Header, Part, TensorInfo, digest
 from w4conv.errors import ClosedError, FormatError, InputError, OutputError
+from w4conv.mapped_file import refuse_stand_in
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 
@@ -102,7 +103,9 @@ def open_container(path: str | os.PathLike[str]) -> Container:
             with path.open("rb") as stream:
                 return open_stream(stream, name=str(path))
         with path.open("rb") as file:
-            head = validate.header(file.read(HEADER_NBYTES), where=str(path))
+            raw = file.read(HEADER_NBYTES)
+            refuse_stand_in(raw, path)
+            head = validate.header(raw, where=str(path))
             _check_size(str(path), os.fstat(file.fileno()).st_size, head)
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except IsADirectoryError:
@@ -273,6 +276,7 @@ class _Blobs(Mapping[str, bytes]):
     def __init__(self, container: Container, parts: Mapping[str, Part]) -> None:
         self._parts = parts
         self._container = container
+        self.where = str(container.path)
 
     def __getitem__(self, name: str) -> bytes:
         part = self._parts[name]

@@ -12,11 +12,13 @@ from typing import Any
 
 import tokenizers
 
+from w4conv.blobs import json_object
 from w4conv.errors import InputError
 from w4conv.export.gguf_values import Value, boolean, f32s, i32s, text, texts, u32
 from w4conv.export.model import ExportModel
+from w4conv.runtime.chat import templates_of
+from w4conv.runtime.decoding import flat_steps
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
-from w4conv.sources.base import TOOL_TEMPLATE
 from w4conv.sources.gguf_cuts import CUTS, flat, name_of
 from w4conv.sources.vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
@@ -31,7 +33,7 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
         keys = {"tokenizer.ggml.model": text("none")}
         return keys, ["There is no tokenizer in the container: llama.cpp can load the file for token ids only."]
     where = f"{model.container.path}: tokenizer.json"
-    document = json.loads(model.blobs["tokenizer.json"])
+    document = json_object(model.blobs, "tokenizer.json")
     tokenizer = Tokenizer(model.blobs)
     bpe = document.get("model", {})
     if bpe.get("type") != "BPE" or bpe.get("continuing_subword_prefix") or bpe.get("end_of_word_suffix"):
@@ -55,13 +57,20 @@ def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
             notes.append(
                 "The tokenizer brings text into Unicode form NFC first; llama.cpp expects it to be so already."
             )
+    if not _decodes_alike(document, keys):
+        notes.append(
+            "llama.cpp makes text of tokens in its own way, which is not that of this tokenizer's decoder: the text of "
+            "an answer may differ there, in spaces for instance. Its tokens do not."
+        )
     if any(t.get("lstrip") or t.get("rstrip") for t in document.get("added_tokens") or ()):
         notes.append(
             "Some special tokens take the spaces beside them away; llama.cpp does so only for models it knows."
         )
     keys |= _special(tokenizer, model, {token: i for i, token in enumerate(tokens)})
-    for key, template in _chat_templates(model.blobs).items():
-        keys[key] = text(template)
+    templates = templates_of(model.blobs)
+    for name, key in (("default", "tokenizer.chat_template"), ("tool_use", "tokenizer.chat_template.tool_use")):
+        if name in templates:
+            keys[key] = text(templates[name])
     return keys, notes
 
 
@@ -100,7 +109,7 @@ def _cut(document: Json, where: str) -> str:
 
 def _merges_reach_every_token(document: Json) -> bool:
     """Whether merges make of every token that token, so that to take whole words as they are changes nothing."""
-    bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
     model = {**document["model"], "ignore_merges": False}
     merging = tokenizers.Tokenizer.from_str(json.dumps({**document, **bare, "model": model, "added_tokens": []}))
     added = {token["content"] for token in document.get("added_tokens") or ()}  # found in a text before it is cut
@@ -158,6 +167,24 @@ def _pieces(
     }
 
 
+def _decodes_alike(document: Json, keys: Mapping[str, Value]) -> bool:
+    """Whether llama.cpp makes the same text of tokens: bytes, or pieces whose U+2581 is a space."""
+    steps = list(flat_steps(document.get("decoder")))
+    if keys["tokenizer.ggml.model"] == text("gpt2"):
+        return [step.get("type") for step in steps] == ["ByteLevel"]
+    pieces = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if steps and steps[0].get("type") == "Metaspace":
+        spaced = steps[0].get("replacement") == SPACE and steps[0].get("prepend_scheme", "always") != "never"
+        return steps[1:] in ([], pieces[1:], pieces[2:]) and boolean(spaced) == keys["tokenizer.ggml.add_space_prefix"]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prefix = keys["tokenizer.ggml.add_space_prefix"] == boolean(True)
+    return steps == [*pieces, *([strip] if prefix else [])]
+
+
 def _special(tokenizer: Tokenizer, model: ExportModel, ids: Mapping[str, int]) -> dict[str, Value]:
     found: dict[str, int | None] = {
         "bos": tokenizer.bos_id,
@@ -178,17 +205,3 @@ def _special(tokenizer: Tokenizer, model: ExportModel, ids: Mapping[str, int]) -
         "tokenizer.ggml.add_bos_token": boolean(tokenizer.adds_bos),
         "tokenizer.ggml.add_eos_token": boolean(False),
     }
-
-
-def _chat_templates(blobs: Mapping[str, bytes]) -> dict[str, str]:
-    """The model's template, and the one for tools where there is one."""
-    found = json.loads(blobs.get("tokenizer_config.json", b"{}")).get("chat_template")
-    named = {"default": found}
-    if isinstance(found, list):
-        named = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
-    if "chat_template.jinja" in blobs:
-        named = {"default": blobs["chat_template.jinja"].decode()}
-        if TOOL_TEMPLATE in blobs:
-            named["tool_use"] = blobs[TOOL_TEMPLATE].decode()
-    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
-    return {key: template for name, key in keys.items() if isinstance(template := named.get(name), str)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.blobs import config_of
 from w4conv.container import Container, TensorInfo
 from w4conv.errors import InputError
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.spec import TensorSpec
 from w4conv.scheme import TILE_ROWS
 
@@ -49,8 +49,8 @@ class ExportModel:
     def __init__(self, container: Container) -> None:
         """Raises InputError when the container does not hold the model that its config describes."""
         self.container = container
-        self.config: dict[str, Any] = json.loads(container.blobs.get("config.json", b"{}"))
-        self.spec = parse_config(self.config)
+        self.config = config_of(container.blobs)
+        self.spec = spec_of(container.blobs)
         self.tensors: list[tuple[TensorSpec, TensorInfo]] = []
         for tensor in self.spec.tensors():
             info = container.tensors.get(tensor.name)

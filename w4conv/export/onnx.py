@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.blobs import json_object
 from w4conv.container import TensorInfo, open_target
 from w4conv.errors import InputError, UsageError
 from w4conv.export.directory import LEFTOVER, check_directory, open_directory
@@ -199,7 +200,7 @@ def _rotary_caches(model: ExportModel) -> list[Output]:
 
 def _genai_config(model: ExportModel) -> dict[str, Any]:
     spec, config = model.spec, model.config
-    generation = json.loads(model.blobs.get("generation_config.json", b"{}"))
+    generation = json_object(model.blobs, "generation_config.json")
 
     def token(name: str) -> Any:
         return generation.get(name, config.get(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from w4conv.container import Container
 from w4conv.errors import InputError
 from w4conv.measure.distortion import DistortionMeter
 from w4conv.measure.round_trip import RoundTrip, TensorRoundTrip
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
@@ -97,13 +96,13 @@ def compare_export(container: Container, source: Source, progress: Progress) -> 
 
 def _norm_offset(container: Container) -> float:
     """What the norms of the model have over ours in a GGUF file, in float32, which may cost them their last bits."""
-    architecture = BY_FAMILY.get(parse_config(json.loads(container.blobs["config.json"])).family)
+    architecture = BY_FAMILY.get(spec_of(container.blobs).family)
     return architecture.norm_offset if architecture else 0.0
 
 
 def _settings(container: Container, source: Source) -> Iterator[str]:
     """What of the model's settings, and of the files that travel along, is not the container's."""
-    ours, theirs = (_spec(blobs["config.json"]) for blobs in (container.blobs, source.blobs))
+    ours, theirs = (asdict(spec_of(blobs)) for blobs in (container.blobs, source.blobs))
     for key, value in ours.items():
         if source.kind == "gguf" and key in GGUF_WITHOUT:
             continue
@@ -115,10 +114,6 @@ def _settings(container: Container, source: Source) -> Iterator[str]:
     for name in container.blobs:
         if name != "config.json" and source.blobs.get(name) != container.blobs[name]:
             yield f"{source.path}: {name} is not that of the container"
-
-
-def _spec(config: bytes) -> dict[str, Any]:
-    return asdict(parse_config(json.loads(config)))
 
 
 def _alike(a: Any, b: Any, tolerance: float) -> bool:

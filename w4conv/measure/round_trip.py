@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.blobs import config_of
 from w4conv.container import Container, TensorInfo
 from w4conv.digests import FileDigests
 from w4conv.errors import InputError
 from w4conv.measure.distortion import Distortion, DistortionMeter
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
 from w4conv.quantization.recipe import is_calibrated
@@ -67,7 +67,7 @@ class RoundTrip:
 def check_fits(container: Container, source: Source) -> None:
     """Raise InputError when `source` is not a checkpoint of the container's model, naming the first difference."""
     where = f"{source.path} is no source of {container.path}"
-    ours, theirs = _architecture(container.blobs["config.json"]), _architecture(source.blobs["config.json"])
+    ours, theirs = _architecture(container.blobs), _architecture(source.blobs)
     if ours != theirs and (source.kind, ours, theirs) not in SAME_IN_GGUF:
         raise InputError(f"{where}: its architecture is {theirs}, the container's is {ours}. Name the right checkpoint")
     for name, info in container.tensors.items():
@@ -132,7 +132,7 @@ def _calibrated(container: Container, method: str) -> set[str]:
         return set()
     if method not in METHODS:
         return set(container.tensors)
-    spec = parse_config(json.loads(container.blobs["config.json"]))
+    spec = spec_of(container.blobs)
     kinds = {name: info.scheme.kind for name, info in container.tensors.items()}
     return {t.name for t in spec.tensors() if is_calibrated(t.role, kinds[t.name], tied_head=spec.tied_head)}
 
@@ -141,11 +141,9 @@ def _all_same(found: list[bool | None]) -> bool | None:
     return False if False in found else None if None in found else True
 
 
-def _architecture(config: bytes) -> str:
-    try:
-        return str(json.loads(config)["architectures"][0])
-    except (ValueError, LookupError, TypeError):
-        return "not named in its config.json"
+def _architecture(blobs: Mapping[str, bytes]) -> str:
+    named = config_of(blobs).get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "not named in its config.json"
 
 
 def _recorded_files(container: Container) -> dict[str, str]:

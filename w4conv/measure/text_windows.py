@@ -32,15 +32,18 @@ def settle(convention: str | None, ctx: int | None) -> tuple[str, int]:
 
 
 def cut_text(
-    container: Container, text: str | os.PathLike[str] | None, *, convention: str, ctx: int, chunks: int | None = None
-) -> TextWindows:
+    container: Container, text: str | os.PathLike[str] | None, *, convention: str, ctx: int, chunks: int | None = None,
+    special_tokens: str = "parse",
+) -> TextWindows:  # fmt: skip
     """`text` (None: the WikiText-2 raw test split) in the container's tokens. chunks: only the first so many windows.
+    special_tokens: as of `Tokenizer.encode`.
 
     Raises UsageError for impossible options or too short a text, InputError when the text is missing.
     """
     tokenizer = Tokenizer(container.blobs)
     loaded = load_text(None if text is None else Path(text))
-    tokens = tokenizer.encode(loaded.joined_rows() if convention == "gptq" else loaded.content)
+    content = loaded.joined_rows() if convention == "gptq" else loaded.content
+    tokens = tokenizer.encode(content, special_tokens=special_tokens)
     bos_id = tokenizer.bos_id if tokenizer.adds_bos else None
     windows = make_windows(tokens, convention=convention, ctx=ctx, bos_id=bos_id, chunks=chunks)
     return TextWindows(loaded, convention, ctx, tokenizer.adds_bos, windows)

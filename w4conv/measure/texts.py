@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import InputError
+from w4conv.mapped_file import HEAD_NBYTES, refuse_stand_in
 
 WIKITEXT2_NAME: Final = "WikiText-2 raw, test split"
 WIKITEXT2_SHA256: Final = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
@@ -91,6 +92,7 @@ def _read(path: Path) -> bytes:
             data = file.read(MAX_TEXT_NBYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: the text cannot be read: {error.strerror}") from error
+    refuse_stand_in(data[:HEAD_NBYTES], path, text=True)
     if len(data) > MAX_TEXT_NBYTES:
         raise InputError(f"{path}: larger than {MAX_TEXT_NBYTES:,} bytes, the limit for a text")
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Protocol
 
+from w4conv.blobs import config_of, place
 from w4conv.errors import InputError
 from w4conv.models import (
     gemma2,
@@ -26,7 +27,7 @@ from w4conv.models.config import Config
 from w4conv.models.rope import RopeSpec
 from w4conv.models.spec import ModelSpec, TensorSpec
 
-__all__ = ["ModelSpec", "RopeSpec", "TensorSpec", "parse_config"]
+__all__ = ["ModelSpec", "RopeSpec", "TensorSpec", "parse_config", "spec_of"]
 
 
 class Family(Protocol):
@@ -52,6 +53,16 @@ _BY_TYPE: Final = {kind: name for family in FAMILIES for name, kind in family.AR
 def known_architectures() -> tuple[str, ...]:
     """All names that `architectures` may hold."""
     return tuple(_BY_ARCHITECTURE)
+
+
+def spec_of(blobs: Mapping[str, bytes]) -> ModelSpec:
+    """The model of a container or a source, by the config.json among its blobs. Raises InputError naming the file."""
+    config = config_of(blobs)
+    try:
+        return parse_config(config)
+    except InputError as error:
+        where = place(blobs, "config.json").removesuffix("config.json").removesuffix(": ")
+        raise InputError(f"{where}: {error}" if where else str(error)) from None
 
 
 def parse_config(config: Mapping[str, object]) -> ModelSpec:

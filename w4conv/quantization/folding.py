@@ -12,7 +12,6 @@ rounded to 4 bits then serve the channels with the larger s better (Lin et al. 2
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from w4conv import codes
 from w4conv.errors import InputError
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 
@@ -171,7 +170,7 @@ def folded_as_recorded(
     if "folding" not in provenance:
         return source
     try:
-        spec = parse_config(json.loads(blobs["config.json"]))
+        spec = spec_of(blobs)
         return FoldedSource(source, Folding.parse(provenance["folding"], spec, str(where)))
     except BaseException:
         source.close()

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from w4conv.arguments import shown
 from w4conv.errors import InputError, UsageError
+from w4conv.mapped_file import HEAD_NBYTES, refuse_stand_in
 from w4conv.models.spec import Role
 from w4conv.quantization.generic import Inventory
 from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, KEPT_ONLY, QuantScheme
@@ -167,7 +168,9 @@ def read_rules(recipe: str) -> tuple[tuple[str, Rule], ...]:
             names = ", ".join(name for name, _ in built_in_recipes())
             raise UsageError(f"no recipe {recipe!r} is built in; there are {names}. A file ends in .toml")
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        refuse_stand_in(text[:HEAD_NBYTES].encode(), path)
+        document = tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -1,73 +1,116 @@
 """Chat templates: messages to a prompt, in Jinja as Hugging Face models carry it.
 
-A template is code from a stranger. It runs in jinja2's immutable sandbox, without a loader, with a budget of executed
-lines and of output, and with repetition and powers bounded, so that it can neither reach out nor hang.
+A template is code from a stranger. It is compiled and rendered by a process of its own (template_process.py), whose
+time and memory the system bounds whatever the template does, and which ends with this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import datetime
+import io
 import json
+import os
+import re
+import select
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
+from w4conv.blobs import json_object, place, text_of
 from w4conv.errors import InputError, UsageError
-from w4conv.runtime.tokenizer_file import json_object
+from w4conv.runtime import template_process
+from w4conv.runtime.tokenizer import SPECIAL_TOKENS, Tokenizer
 from w4conv.sources.base import TOOL_TEMPLATE
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
-MAX_PROMPT_CHARS: Final = 1 << 24
-MAX_LINES: Final = 2_000_000  # template lines executed
-MAX_EXPONENT: Final = 64
+MAX_MESSAGES_NBYTES: Final = 1 << 21  # as JSON
+MAX_PROMPT_CHARS: Final = 1 << 21
+MAX_SECONDS: Final = 2.0  # of one rendering, by the clock
+START_SECONDS: Final = 60.0
 # Names by which templates read what a model thought before it answered; the first is the usual one.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_MASKS: Final = 0x100000  # the first of characters that stand for special tokens in messages
+_PRIVATE: Final = re.compile("[\U000f0000-\U0010ffff]")  # of private use: these, and ALIASES of package_tokenizer
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+# All that the process gets to see.
+_ENVIRONMENT: Final = ("TZ", "TZDIR", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH")
 
 Message = Mapping[str, object]
 
 
+def templates_of(blobs: Mapping[str, bytes]) -> dict[str, str]:
+    """The model's templates by name: "default" is what chat_template.jinja holds, else what tokenizer_config.json does.
+
+    Beside chat_template.jinja there may be one for tools, "tool_use"; tokenizer_config.json may have a list of named
+    ones. Raises InputError for what is no text.
+    """
+    if "chat_template.jinja" in blobs:
+        files = {"default": "chat_template.jinja", "tool_use": TOOL_TEMPLATE}
+        return {name: text_of(blobs, file) for name, file in files.items() if file in blobs}
+    found = json_object(blobs, "tokenizer_config.json").get("chat_template")
+    if found is None:
+        return {}
+    listed = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    named: dict[Any, Any] = {t.get("name"): t.get("template") for t in listed if isinstance(t, dict)}
+    if len(named) < len(listed) or not all(isinstance(x, str) for pair in named.items() for x in pair):
+        raise InputError(
+            f"{place(blobs, 'tokenizer_config.json')}: chat_template is neither a text nor a list of named texts"
+        )
+    return named
+
+
 class ChatTemplate:
-    """One compiled template. Raises InputError when it is too large or not valid Jinja."""
+    """One template, and the process that renders it, which is started at once and ends with this object.
+
+    May be used by several threads, and in a process that has forked since.
+    """
 
     def __init__(self, source: str) -> None:
-        if len(source) > MAX_TEMPLATE_BYTES:
-            raise InputError(f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_BYTES}")
+        """Raises InputError when the template is too large. What else is wrong with it, `check` and `render` tell."""
+        if len(source.encode(errors="surrogatepass")) > MAX_TEMPLATE_BYTES:
+            raise InputError(f"the chat template has more than {MAX_TEMPLATE_BYTES:,} bytes, the limit")
         self._source = source
-        try:
-            self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise InputError(f"the chat template cannot be compiled: {error}") from None
+        self._renderer = _Renderer(source)
 
     @classmethod
-    def from_blobs(cls, blobs: Mapping[str, bytes], *, tools: bool = False) -> ChatTemplate:
-        """The model's template: chat_template.jinja, else `chat_template` of tokenizer_config.json.
+    def from_blobs(cls, blobs: Mapping[str, bytes], *, tools: bool = False, name: str | None = None) -> ChatTemplate:
+        """One of the model's templates: that of this name; else for `tools` the one named "tool_use"; else "default".
 
-        Beside chat_template.jinja there may be one for `tools`; a list of named templates in tokenizer_config.json
-        offers "default" and "tool_use". Raises InputError when the model has no template.
+        Raises InputError when the model has no such template, saying which there are.
         """
-        for name in (*([TOOL_TEMPLATE] if tools else []), "chat_template.jinja"):
-            if name in blobs and "chat_template.jinja" in blobs:
-                try:
-                    return cls(blobs[name].decode())
-                except UnicodeDecodeError as error:
-                    raise InputError(f"{name} is not UTF-8: {error}") from None
-        found = json_object(blobs, "tokenizer_config.json").get("chat_template")
-        if isinstance(found, list):
-            named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-            found = (named.get("tool_use") if tools else None) or named.get("default")
-        if not isinstance(found, str):
+        named = templates_of(blobs)
+        if not named:
             raise InputError("the model has no chat template; run it without --chat and write the prompt in full")
-        return cls(found)
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in named else "default"
+            what = "none is its default"
+        else:
+            what = f"none is named {name!r}"
+        if name not in named:
+            known = ", ".join(repr(n) for n in named)
+            raise InputError(f"the model has chat templates, but {what}: {known}. Name one with --chat-template")
+        return cls(named[name])
+
+    def close(self) -> None:
+        """End the process. A later rendering starts another."""
+        self._renderer.stop()
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Raise InputError when the template is not valid Jinja."""
+        self._renderer.run(None)
 
     def render(
         self,
@@ -124,21 +167,284 @@ class ChatTemplate:
         return content
 
     def _run(self, values: dict[str, object]) -> str:
-        pieces: list[str] = []
-        n_chars = 0
         try:
-            with _line_budget(MAX_LINES):
-                for piece in self._template.generate(values):
-                    pieces.append(piece)
-                    n_chars += len(piece)
-                    if n_chars > MAX_PROMPT_CHARS:
-                        raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS} characters")
-        except _RefusedError as error:
-            raise InputError(f"the chat template refuses these messages: {error}") from None
-        except Exception as error:  # whatever the template's code raises is the template's fault
-            what = type(error).__name__.lstrip("_")
-            raise InputError(f"the chat template failed ({what}): {error}") from None
-        return "".join(pieces)
+            request = json.dumps({"values": _as_json(values)})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"messages and variables of a chat template are what JSON can say: {error}") from None
+        if len(request) > MAX_MESSAGES_NBYTES:
+            raise InputError(
+                f"the messages take {len(request):,} bytes; a chat template gets at most {MAX_MESSAGES_NBYTES:,}. "
+                "Shorten them"
+            )
+        return self._renderer.run(request.encode())
+
+
+def encode_chat(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], *, special_tokens: str = "parse"
+) -> list[int]:
+    """Ids of the prompt. special_tokens: whether those that a message spells are taken as such ("parse"), as
+    transformers and llama.cpp do, or as "text"; those that the template writes are special always.
+
+    With "text", what spells one in a message is replaced by a character of its own, and the template rendered again:
+    so it is known where the message ends up. Raises InputError where the template does something else with it, so that
+    the two cannot be told apart.
+    """
+    if special_tokens not in SPECIAL_TOKENS:
+        raise UsageError(f"special tokens {special_tokens!r} is none of {', '.join(SPECIAL_TOKENS)}")
+    prompt = template.render(messages, special_tokens=tokenizer.special_tokens)
+    ids = tokenizer.encode(prompt, add_bos=False)
+    if special_tokens == "parse":
+        return ids
+    chars: dict[str, str] = {}
+    found = tokenizer.special_texts()
+    spelled = re.compile("|".join(map(re.escape, found))) if found else None
+
+    def masked(value: object) -> object:
+        if isinstance(value, str) and spelled is not None:
+            value = spelled.sub(lambda m: chars.setdefault(m[0], chr(_MASKS + len(chars))), value)
+            if tokenizer.special_ids(tokenizer.encode(value, add_bos=False)):
+                raise unsure
+        elif isinstance(value, Mapping):
+            return {key: masked(item) for key, item in value.items()}
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            return [masked(item) for item in value]
+        return value
+
+    unsure = InputError(
+        "special tokens in a message cannot be taken as text here: the chat template, or the tokenizer, changes them "
+        "on the way. Leave them out, or take them as what they are with --special-tokens parse"
+    )
+    harmless: list[Any] = [masked(m) for m in messages]
+    if chars and any(_PRIVATE.search(text) for text in (prompt, *found)):
+        raise unsure
+    render = template.render(harmless, special_tokens=tokenizer.special_tokens)
+    control = tokenizer.special_ids(tokenizer.encode(render, add_bos=False))
+    if tokenizer.special_ids(ids) == control:
+        return ids
+    masks = {char: text for text, char in chars.items()}
+    if "".join(masks.get(c, c) for c in render) != prompt:
+        raise unsure
+    ids = tokenizer.encode_masked(render, masks)
+    if tokenizer.special_ids(ids) != control:
+        raise unsure
+    return ids
+
+
+class _LimitError(Exception):
+    """A bound was reached; says which."""
+
+
+class _StartError(InputError):
+    """The process does not come up; another time it may."""
+
+
+class _Renderer:
+    """Holds the process for one template. Whatever goes wrong ends it; the next request starts another."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._fault: str | None = None  # why the template cannot be compiled
+        _RENDERERS.add(self)
+        self._start()
+
+    def run(self, request: bytes | None) -> str:
+        """The text that the template makes; without a request, it is compiled only."""
+        with self._lock:
+            if self._fault is not None:
+                raise InputError(self._fault)
+            process = self._process or self._start()
+            try:
+                if not process.is_ready:
+                    process.make_ready()
+                return "" if request is None else process.ask(request)
+            except _LimitError as error:
+                self.stop()
+                raise InputError(f"the chat template exceeds its limits: {error}") from None
+            except InputError as error:
+                if not process.is_ready:
+                    self._fault = None if isinstance(error, _StartError) else str(error)
+                    self.stop()
+                raise
+            except BaseException:  # what the process still has to say would be taken for the next answer
+                self.stop()
+                raise
+
+    def _start(self) -> _Process:
+        self._process = _Process(self._source)
+        return self._process
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def forget(self) -> None:
+        """In a child that was forked: the process belongs to the parent."""
+        self._lock = threading.Lock()
+        process, self._process = self._process, None
+        if process is not None:
+            process.let_go()
+
+
+_RENDERERS: Final[weakref.WeakSet[_Renderer]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for renderer in list(_RENDERERS):
+        renderer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class _Process:
+    """A running template_process.py, and the protocol that its first lines describe."""
+
+    def __init__(self, source: str) -> None:
+        """Starts it, and does not wait. Raises OSError when the system cannot."""
+        if not sys.executable:
+            raise UsageError("chat templates are rendered by a Python of their own, and sys.executable names none")
+        self.is_ready = False
+        self._buffer = bytearray()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", template_process.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        for stream in (self._in, self._out):
+            os.set_blocking(stream.fileno(), False)
+        self._end = weakref.finalize(self, _end, self._process, os.getpid())
+        path = [str(Path(entry).absolute()) for entry in sys.path]
+        self._unsent = _frame(json.dumps({"path": path})) + _frame(json.dumps({"source": source}))
+        n = 0
+        with contextlib.suppress(OSError):  # as much as the pipe takes; the rest, and what went wrong, later
+            n = os.write(self._in.fileno(), self._unsent)
+        self._unsent = self._unsent[n:]
+
+    def make_ready(self) -> None:
+        """Wait until the template is compiled. Raises InputError when it cannot be."""
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            self._send(self._unsent, deadline)
+            self._receive(deadline)
+        except _LimitError as error:
+            raise _StartError(f"the process that renders chat templates does not start: {error}") from None
+        answer = self._receive(time.monotonic() + MAX_SECONDS)
+        if "error" in answer:
+            raise InputError(f"the chat template cannot be compiled: {_fault(answer)}")
+        self.is_ready = True
+
+    def ask(self, request: bytes) -> str:
+        deadline = time.monotonic() + MAX_SECONDS
+        self._send(_frame(request.decode()), deadline)
+        text, n_chars = io.StringIO(), 0
+        while "done" not in (answer := self._receive(deadline)):
+            if answer.get("error") == "refused":
+                raise InputError(f"the chat template refuses these messages: {answer['text']}")
+            if "error" in answer:
+                raise InputError(f"the chat template failed {_fault(answer)}")
+            n_chars += text.write(str(answer.get("piece")))
+            if n_chars > MAX_PROMPT_CHARS:
+                raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS:,} characters")
+        return text.getvalue()
+
+    def end(self) -> None:
+        self._end()
+
+    def let_go(self) -> None:
+        self._end.detach()
+        for stream in (self._in, self._out):
+            stream.close()
+        self._process.returncode = 0  # not a child of this process
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        while data:
+            try:
+                data = data[os.write(self._in.fileno(), data) :]
+            except BlockingIOError:
+                self._wait(self._in, select.POLLOUT, deadline)
+            except OSError:
+                raise self._death() from None
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        while True:
+            length = int.from_bytes(self._buffer[:4], "little") + 4
+            if 4 < length <= len(self._buffer):
+                frame, self._buffer = self._buffer[4:length], self._buffer[length:]
+                try:
+                    answer = json.loads(frame.decode(errors="surrogatepass"))
+                except (ValueError, RecursionError):
+                    answer = None
+                if isinstance(answer, dict) and answer.keys() & {"ready", "done", "error", "piece"}:
+                    return answer
+                raise _LimitError("it speaks for the process that renders it")
+            if len(self._buffer) >= 4 and length > 8 * MAX_PROMPT_CHARS:
+                raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS:,} characters")
+            self._wait(self._out, select.POLLIN, deadline)
+            try:
+                data = os.read(self._out.fileno(), 1 << 16)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise self._death()
+            self._buffer += data
+
+    def _wait(self, stream: Any, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(stream.fileno(), event)
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            raise _LimitError(f"it takes longer than {MAX_SECONDS:g} s")
+
+    def _death(self) -> _LimitError:
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            code = 0
+        if code == -signal.SIGPROF:
+            return _LimitError(f"it takes more than {template_process.CPU_SECONDS:g} s of processor time")
+        return _LimitError(f"it ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    if os.getpid() == owner and process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _frame(message: str) -> bytes:
+    data = message.encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+def _fault(answer: Mapping[str, Any]) -> str:
+    if answer["error"] == "memory":
+        return f"(LimitError): it needs more than {template_process.MEMORY_NBYTES >> 20} MiB"
+    return f"({answer['error']}): {answer['text']}"
+
+
+def _as_json(value: object) -> object:
+    """The same in the types of JSON. Raises TypeError for what they cannot say."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a key that is no string")
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_as_json(item) for item in value]
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
 def _plain(message: Message) -> dict[str, object]:
@@ -155,120 +461,3 @@ def _cut_at_mark(prompt: str, text: str) -> str:
     at = prompt.rindex(mark)
     kept = prompt[:at]
     return kept if prompt.startswith(_CONTINUE, at) else kept.rstrip()  # spaces behind the text were trimmed
-
-
-class _RefusedError(jinja2.TemplateError):
-    """`raise_exception` was called."""
-
-
-class _LimitError(Exception):
-    """A bound of this module was exceeded."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, as in transformers: what is set inside is not seen outside.
-        return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: jinja2.runtime.Macro) -> str:
-        return caller()
-
-
-class _Dict:
-    """What a template calls `dict`, without the class's attributes."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """What a template calls `namespace`, without names that begin with an underscore."""
-
-    def __init__(*args: Any, **values: Any) -> None:  # a template may call an attribute `self`
-        self, *rest = args
-        attributes = dict(*rest, **values)
-        for name in attributes:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"an attribute {name!r} that begins with an underscore")
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and abs(right) > MAX_EXPONENT:
-            raise _LimitError(f"an exponent of {right}")
-        if operator == "*":
-            sequence, count = (right, left) if isinstance(left, int) else (left, right)
-            if isinstance(sequence, str | list | tuple) and len(sequence) * count > MAX_PROMPT_CHARS:
-                raise _LimitError(f"a sequence repeated {count} times")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: object) -> None:
-    raise _RefusedError(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-@contextmanager
-def _line_budget(n_lines: int) -> Iterator[None]:
-    """Raise _LimitError after `n_lines` executed lines: a loop without output would otherwise never end."""
-    left = n_lines
-
-    def trace(_frame: FrameType, _event: str, _arg: object) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise _LimitError(f"it runs more than {n_lines} lines")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import os
 import threading
 from array import array
@@ -19,7 +18,7 @@ from w4conv import _native, arguments, kernels
 from w4conv.arguments import count, optional_count
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.rope import RopeSpec, RopeTable
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.generic import refuse_to_run
@@ -154,7 +153,7 @@ class Model:
             self.kv = kv
             self.activations = activations
             refuse_to_run(self.container.path, self.container.provenance)
-            self.spec = parse_config(json.loads(self.container.blobs["config.json"]))
+            self.spec = spec_of(self.container.blobs)
             limit = self.spec.max_positions
             self.ctx = limit if ctx is None else count(ctx, "ctx", low=1)
             if self.ctx > limit:

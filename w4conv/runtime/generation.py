@@ -63,9 +63,9 @@ def generate_text(
 
     on_drop: called once when tokens are dropped for want of `kv_memory`, with how many of the newest ones stay.
     lookup: most tokens to draft from the text so far and check in one pass; the output is the same bytes as without.
-    at_start: the answer is a text of its own, not a continuation (see Tokenizer.stream). KeyboardInterrupt ends the
-    run; what there is by then is returned, with finish "interrupted". Raises UsageError when the prompt is empty or
-    does not fit the context.
+    at_start: the answer is a text of its own, not a continuation of the prompt's (see Tokenizer.stream).
+    KeyboardInterrupt ends the run; what there is by then is returned, with finish "interrupted". Raises UsageError when
+    the prompt is empty or does not fit the context.
     """
     max_tokens = count(max_tokens, "max-tokens")
     if not len(prompt_ids):
@@ -76,7 +76,7 @@ def generate_text(
         )
     drafts = PromptLookup(lookup)
     drafts.extend(prompt_ids)
-    decoder = tokenizer.stream(at_start=at_start)
+    decoder = tokenizer.stream(after=() if at_start else prompt_ids)
     pieces: list[str] = []
 
     def emit(piece: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from w4conv import codes, kernels
 from w4conv.container import Container
 from w4conv.errors import InputError
-from w4conv.models import parse_config
+from w4conv.models import spec_of
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.recipe import KEPT
 from w4conv.runtime.engine import HeadModel, LayerModel, Matrix, padded_width
@@ -105,7 +104,7 @@ class LayeredContainer(LayeredModel):
 
     def __init__(self, container: Container, *, activations: str = "int16", kv: str = "f16") -> None:
         self._container, self.activations, self.kv = container, activations, kv
-        self.spec = parse_config(json.loads(container.blobs["config.json"]))
+        self.spec = spec_of(container.blobs)
 
     def _matrix(self, t: TensorSpec) -> Matrix:
         info = self._container.tensors[t.name]
@@ -124,7 +123,7 @@ class LayeredSource(LayeredModel):
 
     def __init__(self, source: Source, *, threads: int | None = None) -> None:
         self._source, self._threads = source, threads
-        self.spec = parse_config(json.loads(source.blobs["config.json"]))
+        self.spec = spec_of(source.blobs)
 
     def _matrix(self, t: TensorSpec) -> Matrix:
         found = self._source.tensors[t.name]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,8 +21,13 @@ from tokenizers import Tokenizer as _Package
 
 from w4conv import _native
 from w4conv.errors import InputError
+from w4conv.runtime.growth import check_growth
 from w4conv.runtime.tokenizer_file import TokenizerFile
 
+MAX_ID: Final = 2**32 - 1  # of the package
+MAX_TEXT_NBYTES: Final = 1 << 30  # as the model gets it
+_PIECE: Final = 1 << 12  # characters
+ALIASES: Final = 0xF0000  # the first of characters that stand for special tokens; no text should have them
 _FEW: Final = 4  # texts, after which the whole vocabulary pays
 _SHORT: Final = 1 << 14  # characters of a text that is worth it
 _UNSEEN: Final = "\0unseen"  # stands for any character that a text does not have
@@ -34,22 +40,24 @@ class PackageTokenizer:
     decoder: the value of that key of the document.
     """
 
-    def __init__(self, document: bytes) -> None:
-        self._document = document
+    def __init__(self, document: bytes, where: str = "tokenizer.json") -> None:
+        self._document, self._where = document, where
         self._later: list[AddedToken] = []
         self._n_texts = 0
         self._parts: _Parts | None
-        self._parts, small = _parts_of(document)
+        file = TokenizerFile(document, where)
+        self._growth, self.decoding_growth = check_growth(file.settings, where)
+        self._parts, small = _parts_of(file, where)
         self._base = small or self._whole
 
     def add(self, tokens: Sequence[AddedToken]) -> None:
         """Those that the vocabulary lacks get the ids behind it, in this order."""
         self._later += tokens
         if self._parts is None:
-            _add(self._base, tokens)
+            _add(self._base, tokens, self._where)
         else:
             self._parts.add(token.content for token in tokens)
-            self._base = _build(self._parts.document(), self._later)
+            self._base = _build(self._parts.document(), self._later, self._where)
             vars(self).pop("_whole", None)
 
     @property
@@ -69,6 +77,8 @@ class PackageTokenizer:
         return None if self._base.decoder is None else json.loads(self._base.decoder.__getstate__())
 
     def token(self, token_id: int) -> str | None:
+        if not 0 <= token_id <= MAX_ID:
+            return None
         token: str | None = self._base.id_to_token(token_id)
         return self._parts.id_to_token(token_id) if token is None and self._parts is not None else token
 
@@ -77,38 +87,72 @@ class PackageTokenizer:
 
     def first_id(self) -> int | None:
         """What the post-processor puts before a text, or the first token of one."""
-        with package_errors("cannot be used"):
+        with package_errors(self._where, "cannot be used"):
             ids: list[int] = self._base.encode("a", add_special_tokens=True).ids
         return ids[0] if ids else None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without what the post-processor adds."""
-        with package_errors("cannot be used"):
-            ids: list[int] = self._for(text).encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, as_text: bool = False) -> list[int]:
+        """Ids of a text, without what the post-processor adds. as_text: special tokens that it spells are text."""
+        self._check_length(text)
+        with package_errors(self._where, "cannot be used"):
+            package = self._for(text, as_text)
+            package.encode_special_tokens = as_text
+            ids: list[int] = package.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        with package_errors("cannot be used"):
-            text: str = self._whole.decode(list(ids), skip_special_tokens=True)
-        return text
+    def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
+        """Ids of a text in which the characters of `masks` stand for what is text, though it spells special tokens.
+
+        The special tokens that the text spells itself get names of their own, which are found where none are special.
+        """
+        added = self.added
+        names = {t.content: chr(ALIASES + i) for i, t in enumerate(t for t in added.values() if t.special)}
+        longest_first = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
+        text = re.sub("|".join(map(re.escape, longest_first)), lambda m: names.get(m[0], m[0]), text)
+        text = "".join(masks.get(c, c) for c in text)
+        self._check_length(text)
+        package = _build(self._document, self._later, self._where)
+        flags = {
+            t.content: {"lstrip": t.lstrip, "rstrip": t.rstrip, "single_word": t.single_word} for t in added.values()
+        }
+        package.add_tokens([AddedToken(name, normalized=False, **flags[content]) for content, name in names.items()])
+        package.encode_special_tokens = True
+        with package_errors(self._where, "cannot be used"):
+            ids: list[int] = package.encode(text, add_special_tokens=False).ids
+        real = {package.token_to_id(name): self.id(content) for content, name in names.items()}
+        return [i if (known := real.get(i)) is None else known for i in ids]
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that the normalizer makes too long; looked at piece by piece where it might."""
+        if len(text) * 4 * self._growth <= MAX_TEXT_NBYTES or self._base.normalizer is None:
+            return
+        left = MAX_TEXT_NBYTES
+        with package_errors(self._where, "cannot be used"):
+            for i in range(0, len(text), _PIECE):
+                left -= len(self._base.normalizer.normalize_str(text[i : i + _PIECE]))
+                if left < 0:
+                    raise InputError(
+                        f"{self._where}: its normalizer makes more than {MAX_TEXT_NBYTES >> 20} MiB of a text of "
+                        f"{len(text):,} characters"
+                    )
 
     @functools.cached_property
     def _whole(self) -> _Package:
-        return _build(self._document, self._later)
+        return _build(self._document, self._later, self._where)
 
-    def _for(self, text: str) -> _Package:
+    def _for(self, text: str, as_text: bool) -> _Package:
         """A tokenizer that encodes this text as the whole one does."""
         self._n_texts += 1
         if self._parts is None or "_whole" in vars(self) or self._n_texts > _FEW or len(text) > _SHORT:
             return self._whole
         # The text as the model gets it, from normalizer and pre-tokenizer: one of all its characters and of no merges.
         characters = {*text, *pre_tokenizers.ByteLevel.alphabet(), "▁"}
-        cutter = _build(self._parts.document(), self._later)
+        cutter = _build(self._parts.document(), self._later, self._where)
         vocab = {token: i for i, token in enumerate([_UNSEEN, *characters])}
+        cutter.encode_special_tokens = as_text
         cutter.model = models.BPE(vocab=vocab, merges=[], unk_token=_UNSEEN)
         seen = cutter.encode(text, add_special_tokens=False).tokens
-        return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later)
+        return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later, self._where)
 
 
 class _Parts:
@@ -143,10 +187,9 @@ class _Parts:
         return None if found is None else found.decode(errors="replace")
 
 
-def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
+def _parts_of(file: TokenizerFile, where: str) -> tuple[_Parts, _Package] | tuple[None, None]:
     """And a tokenizer with hardly any of them. None where the package needs the whole document."""
     try:
-        file = TokenizerFile(document)
         vocabulary, model, added = file.vocabulary, file.model, file.settings["added_tokens"]
         if vocabulary is None or vocabulary.n_ids > len(vocabulary):
             return None, None
@@ -160,30 +203,30 @@ def _parts_of(document: bytes) -> tuple[_Parts, _Package] | tuple[None, None]:
         parts.add(token["content"] for token in added)
         if any(parts.token_to_id(token["content"]) != token["id"] for token in added):
             return None, None
-        return parts, _build(parts.document(), [])
+        return parts, _build(parts.document(), [], where)
     except (TypeError, LookupError, InputError):
         return None, None  # the package says what is wrong with it
 
 
-def _build(document: bytes, later: Sequence[AddedToken]) -> _Package:
-    with package_errors("cannot be read"):
+def _build(document: bytes, later: Sequence[AddedToken], where: str) -> _Package:
+    with package_errors(where, "cannot be read"):
         package = _Package.from_str(document.decode())
     package.no_truncation()
     package.no_padding()
     if getattr(package.model, "dropout", None):
         package.model.dropout = None  # a training aid; encoding is the same every time
-    _add(package, later)
+    _add(package, later, where)
     return package
 
 
-def _add(package: _Package, tokens: Iterable[AddedToken]) -> None:
-    with package_errors("cannot be used"):
+def _add(package: _Package, tokens: Iterable[AddedToken], where: str) -> None:
+    with package_errors(where, "cannot be used"):
         for special, group in itertools.groupby(tokens, key=lambda token: token.special):
             (package.add_special_tokens if special else package.add_tokens)(list(group))
 
 
 @contextmanager
-def package_errors(what: str) -> Iterator[None]:
+def package_errors(where: str, what: str) -> Iterator[None]:
     """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
     try:
         yield
@@ -192,5 +235,5 @@ def package_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         # The package panics on some inputs; its PanicException is no Exception, and has no name to import.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise InputError(f"tokenizer.json {what} by the tokenizers package: {error}") from None
+            raise InputError(f"{where} {what} by the tokenizers package: {error}") from None
         raise

@@ -5,31 +5,30 @@ The rules about BOS, in one place. `adds_bos` is whether a text starts with the 
 `encode` puts one BOS at the start or none, never two; it adds no other special token. Special tokens spelled out in the
 text are recognised as such, as the tokenizers package does it.
 
-The bytes of a token are worked out here, not by decoding ids one at a time: byte fallback and byte-level tokens split
-UTF-8 sequences, and decoders strip the space at the start of what they take for a text of its own.
+Ids become text by the decoder of tokenizer.json, step by step (w4conv.runtime.decoding): what comes in pieces is,
+joined, what the tokenizers package makes of all ids.
 """
 
 from __future__ import annotations
 
-import codecs
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from tokenizers import AddedToken
 
+from w4conv.blobs import json_object, place
 from w4conv.errors import InputError, UsageError
-from w4conv.runtime.package_tokenizer import PackageTokenizer
-from w4conv.runtime.tokenizer_file import is_id, json_object
+from w4conv.runtime.decoding import StreamDecoder
+from w4conv.runtime.package_tokenizer import PackageTokenizer, package_errors
+from w4conv.runtime.tokenizer_file import token_ids
 
 # Tokens by which chat models end a turn. A model may name only one of them as its EOS, or none.
 END_OF_TURN: Final = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
+MAX_PIECE_NBYTES: Final = 1 << 28  # of text that a token becomes
+SPECIAL_TOKENS: Final = ("parse", "text")  # how those that a text spells are taken
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-_SPACE = "▁"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -48,25 +47,33 @@ class Tokenizer:
                 "work without it, and Model.logits takes token ids. Put tokenizer.json beside the weights and convert "
                 "again"
             )
-        self._tokenizer = PackageTokenizer(blobs["tokenizer.json"])
-        self._pieces = _Pieces(self._tokenizer.decoder)
-        self._config = json_object(blobs, "config.json")
-        self._generation = json_object(blobs, "generation_config.json")
+        self.where = place(blobs, "tokenizer.json")
+        self._tokenizer = PackageTokenizer(blobs["tokenizer.json"], self.where)
+        self._ids = {
+            kind: [token_ids(blobs, name, f"{kind}_token_id") for name in ("config.json", "generation_config.json")]
+            for kind in ("bos", "eos")
+        }
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
-        self._add_tokens()
+        self.longest_token = MAX_PIECE_NBYTES // self._tokenizer.decoding_growth // 4
+        self._settings_where = place(blobs, "tokenizer_config.json")
+        self._add_tokens(self._settings_where)
         self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
+        self._special_texts = {t.content for t in self._tokenizer.added.values() if t.special}
         self.n_tokens = self._tokenizer.n_tokens
         self.bos_id = self._named_id("bos")
         self.adds_bos = self._adds_bos()
         self.special_tokens = self._special_tokens()
 
-    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
-        """Token ids of `text`. add_bos: None follows the model's convention.
+    def encode(self, text: str, *, add_bos: bool | None = None, special_tokens: str = "parse") -> list[int]:
+        """Token ids of `text`. add_bos: None follows the model's convention. special_tokens: whether those that the
+        text spells are taken as such ("parse"), or as "text".
 
         Raises UsageError when a BOS is asked for and the model has none.
         """
-        ids = self._tokenizer.encode(text)
+        if special_tokens not in SPECIAL_TOKENS:
+            raise UsageError(f"special tokens {special_tokens!r} is none of {', '.join(SPECIAL_TOKENS)}")
+        ids = self._tokenizer.encode(text, as_text=special_tokens == "text")
         if add_bos is None:
             add_bos = self.adds_bos
         if not add_bos:
@@ -75,22 +82,45 @@ class Tokenizer:
             raise UsageError("a BOS token was asked for, but this tokenizer names none")
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
+        """Ids of a text, without a BOS. masks: characters for what is text though it spells special tokens."""
+        return self._tokenizer.encode_masked(text, masks)
+
+    def special_ids(self, ids: Iterable[int]) -> list[int]:
+        """Those of them that are special tokens."""
+        return [i for i in ids if i in self._special_ids]
+
+    def special_texts(self) -> list[str]:
+        """What spells a special token, longest first."""
+        return sorted(filter(None, self._special_texts), key=lambda text: (-len(text), text))
+
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` as a text of its own, without special tokens."""
-        return self._tokenizer.decode(ids)
+        stream = self.stream()
+        return "".join([*(stream.push(i) for i in ids), stream.finish()])
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that a token adds to a text; none for special tokens and for ids beyond the vocabulary."""
-        token = None if token_id in self._special_ids else self._tokenizer.token(token_id)
-        return b"" if token is None else self._pieces.to_bytes(token)
+    def stream(self, *, after: Iterable[int] = ()) -> TokenStream:
+        """Text of tokens as they come. after: tokens before them, such as those of the prompt that they continue."""
+        return TokenStream(self, after)
 
-    def stream(self, *, at_start: bool) -> StreamDecoder:
-        """A decoder for tokens as they come. at_start: they begin a text rather than continue one."""
-        return StreamDecoder(self, strip_space=at_start and self._pieces.strips_start)
+    def id(self, token: str) -> int | None:
+        """The id of a token, by its text."""
+        return self._tokenizer.id(token)
+
+    @property
+    def decoder(self) -> Mapping[str, Any] | None:
+        """`decoder` of tokenizer.json."""
+        found: Mapping[str, Any] | None = self._tokenizer.decoder
+        return found
+
+    def text_token(self, token_id: int) -> str | None:
+        """What the decoder gets for an id: None for special tokens and for ids beyond the vocabulary."""
+        token = self._tokenizer.token(token_id)
+        return None if token in self._special_texts else token
 
     def stop_ids(self, *, chat: bool = False) -> frozenset[int]:
         """Every token that ends a generation: all EOS tokens the files name; with `chat`, the ends of a turn too."""
-        ids = {i for source in (self._generation, self._config) for i in _ids(source.get("eos_token_id"))}
+        ids = {i for named in self._ids["eos"] for i in named if i >= 0}
         named = self._named_id("eos")
         if named is not None:
             ids.add(named)
@@ -101,7 +131,7 @@ class Tokenizer:
             ids |= {i for i in found.values() if i is not None and i in self._special_ids}
         return frozenset(ids)
 
-    def _add_tokens(self) -> None:
+    def _add_tokens(self, where: str) -> None:
         """What tokenizer_config.json says of added tokens counts, as in transformers; named special tokens are added.
 
         Raises InputError for a token that would not get the id it is said to have.
@@ -109,9 +139,12 @@ class Tokenizer:
         known = self._tokenizer.added
         found: dict[int, AddedToken] = {}
         decoder = self._settings.get("added_tokens_decoder")
-        for key, value in decoder.items() if isinstance(decoder, dict) else ():
-            if key.isdecimal() and _token_text(value):
-                found[int(key)] = _added_token(value, special=False)
+        if not isinstance(decoder, dict | None):
+            raise InputError(f"{where}: added_tokens_decoder is no object of tokens by id")
+        for key, value in (decoder or {}).items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10 and _token_text(value)):
+                raise InputError(f"{where}: added_tokens_decoder: {key[:20]!r} is no id with a token")
+            found[int(key)] = _added_token(value, special=False)
         named = {token.content for token in (known | found).values()}
         for name in SPECIAL_NAMES:
             for value in (self._settings.get(name), self._map.get(name)):
@@ -125,7 +158,7 @@ class Tokenizer:
             got = self._tokenizer.id(token.content)
             if got != token_id:
                 raise InputError(
-                    f"tokenizer_config.json: the added token {token.content!r} is said to be {token_id}, but after the "
+                    f"{where}: the added token {token.content!r} is said to be {token_id}, but after the "
                     f"tokens of tokenizer.json it is {got}. The two do not belong together"
                 )
 
@@ -135,16 +168,15 @@ class Tokenizer:
             token_id = None if token is None else self._tokenizer.id(token)
             if token_id is not None:
                 return int(token_id)
-        for source in (self._config, self._generation):
-            for token_id in _ids(source.get(f"{kind}_token_id")):
-                return token_id
-        return None
+        return next((i for ids in self._ids[kind] for i in ids if i >= 0), None)
 
     def _adds_bos(self) -> bool:
         if self.bos_id is None:
             return False
         setting = self._settings.get("add_bos_token")
-        if isinstance(setting, bool):
+        if not isinstance(setting, bool | None):
+            raise InputError(f"{self._settings_where}: add_bos_token is {str(setting)[:20]}, expected true or false")
+        if setting is not None:
             return setting
         return self.bos_id == self._tokenizer.first_id()
 
@@ -163,81 +195,34 @@ class Tokenizer:
         return out
 
 
-class StreamDecoder:
-    """Turns token ids into pieces of text as they come: never half a UTF-8 sequence, no space lost between pieces."""
+class TokenStream:
+    """Joined, the pieces are what `Tokenizer.decode` gives for all ids, or what they add to the text of those before.
 
-    def __init__(self, tokenizer: Tokenizer, *, strip_space: bool) -> None:
-        self._tokenizer = tokenizer
-        self._strip_space = strip_space
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    Raises InputError where the tokenizers package cannot follow the decoder of the file.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Iterable[int]) -> None:
+        self._token, self._where, self._longest = tokenizer.text_token, tokenizer.where, tokenizer.longest_token
+        with package_errors(self._where, "cannot be used"):
+            context = (token for token in map(self._token, after) if token is not None)
+            self._decoder = StreamDecoder(tokenizer.decoder, context)
 
     def push(self, token_id: int) -> str:
-        """Text that is complete with this token; may be empty."""
-        piece = self._tokenizer.token_bytes(token_id)
-        if self._strip_space and piece:
-            piece = piece.removeprefix(b" ")
-            self._strip_space = False
-        return self._decoder.decode(piece)
+        """Text that no later token can change; may be empty."""
+        token = self._token(token_id)
+        if token is None:
+            return ""
+        if len(token) > self._longest:
+            raise InputError(
+                f"{self._where}: token {token_id} has {len(token):,} characters, and its decoder adds more"
+            )
+        with package_errors(self._where, "cannot be used"):
+            return self._decoder.push(token)
 
     def finish(self) -> str:
-        """What is left: a sequence that never was completed becomes U+FFFD."""
-        return self._decoder.decode(b"", final=True)
-
-
-class _Pieces:
-    """Token text to bytes, by the decoder that tokenizer.json declares: byte-level, or spaces written as U+2581."""
-
-    def __init__(self, decoder: object) -> None:
-        steps = list(_decoder_steps(decoder))
-        kinds = {str(step.get("type")) for step in steps}
-        self._byte_level = "ByteLevel" in kinds
-        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-        if unknown or not (self._byte_level or kinds & {"Replace", "Metaspace"}):
-            raise InputError(
-                f"tokenizer.json: the decoder ({', '.join(sorted(kinds)) or 'none'}) is not one that w4conv knows: "
-                "ByteLevel, or Replace or Metaspace with ByteFallback, Fuse and Strip"
-            )
-        self._byte_fallback = "ByteFallback" in kinds
-        self.strips_start = any(
-            (step.get("type") == "Strip" and step.get("start"))
-            or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-            for step in steps
-        )
-
-    def to_bytes(self, token: str) -> bytes:
-        if self._byte_level:
-            known = [_BYTE_OF.get(c) for c in token]
-            # An added token may hold characters outside the alphabet; it stands for itself.
-            return token.encode() if None in known else bytes(b for b in known if b is not None)
-        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        return token.replace(_SPACE, " ").encode()
-
-
-def _decoder_steps(decoder: object) -> Iterable[Mapping[str, Any]]:
-    if not isinstance(decoder, dict):
-        return
-    if decoder.get("type") == "Sequence":
-        for step in decoder.get("decoders", []):
-            yield from _decoder_steps(step)
-    else:
-        yield decoder
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the other 68 are written as U+0100 and up, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF: Final = _byte_alphabet()
-
-
-def _ids(value: object) -> list[int]:
-    """Token ids out of an int, a list of ints, or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if is_id(v)]
+        """What was held back."""
+        with package_errors(self._where, "cannot be used"):
+            return self._decoder.finish()
 
 
 def _added_token(value: object, *, special: bool) -> AddedToken:

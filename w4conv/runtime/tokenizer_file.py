@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from w4conv import _native
+from w4conv.blobs import json_object, parse_json_object, place
 from w4conv.errors import InputError
 
 
@@ -16,15 +17,15 @@ class TokenizerFile:
     added: id -> added token.
     """
 
-    def __init__(self, document: bytes) -> None:
-        """Raises InputError when it is not a JSON object."""
+    def __init__(self, document: bytes, where: str = "tokenizer.json") -> None:
+        """Raises InputError, which begins with `where`, when it is not a JSON object."""
         self.vocabulary: _native.Vocabulary | None
         try:
             self.vocabulary = _native.Vocabulary(document)
             text = self.vocabulary.shortened("", set(), "")
         except ValueError:
             self.vocabulary, text = None, document
-        self.settings = json_object({"tokenizer.json": text}, "tokenizer.json")
+        self.settings = parse_json_object(text, where, allow_nan=True)
         self.added = {
             token["id"]: str(token.get("content"))
             for token in _list(self.settings.get("added_tokens"))
@@ -62,21 +63,24 @@ class TokenizerFile:
         return None if found is None else found.decode(errors="replace")
 
 
-def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The JSON object stored as blob `name`; empty when there is none. Raises InputError when it is no JSON object."""
-    if name not in blobs:
-        return {}
-    try:
-        value = json.loads(blobs[name])
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{name} holds {type(value).__name__}, expected a JSON object")
-    return value
-
-
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def token_ids(blobs: Mapping[str, bytes], name: str, key: str) -> list[int]:
+    """What a config names by `eos_token_id` or `bos_token_id`: none, one or a list. Some may lie outside a vocabulary.
+
+    Raises InputError, as transformers does, for anything else: a text, a fraction, a list with such in it.
+    """
+    found = json_object(blobs, name).get(key)
+    values = found if isinstance(found, list) else [] if found is None else [found]
+    for value in values:
+        if type(value) is not int:
+            raise InputError(
+                f"{place(blobs, name)}: {key} is {json.dumps(found)[:60]}; expected a token id or a list of them. "
+                "Write the id as a whole number"
+            )
+    return values
 
 
 def is_id(value: object) -> TypeGuard[int]:

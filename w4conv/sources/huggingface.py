@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -9,9 +10,18 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.blobs import parse_text
 from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
-from w4conv.sources._files import MAX_TOKENIZER_BYTES, VALUE_DTYPES, parse_json_object, read_small, row_range, values
+from w4conv.sources._files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    VALUE_DTYPES,
+    parse_json_object,
+    read_small,
+    row_range,
+    values,
+)
 from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.safetensors import Entry, read_header
 from w4conv.sources.vocabulary import UnknownTokenizerError
@@ -127,6 +137,7 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
     for path in more:
         if path.name == "tool_use.jinja":
             blobs[TOOL_TEMPLATE] = read_small(path)
+            parse_text(blobs[TOOL_TEMPLATE], str(path))
             files.append(path)
     if others := [path.name for path in more if path.name != "tool_use.jinja"]:
         notes.append(f"Left aside, of additional_chat_templates: {_listed(others)}.")
@@ -179,11 +190,13 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
 def _rebuild_tokenizer(directory: Path, blobs: dict[str, bytes]) -> tuple[list[Path], str]:
     """(files used, note): tokenizer.json made from tokenizer.model, if there is one, and added to `blobs`."""
     missing = "There is no tokenizer.json{}: the result cannot turn text into tokens."
-    if not (directory / "tokenizer.model").exists():
+    if not os.path.lexists(directory / "tokenizer.model"):
         return [], missing.format("")
     from w4conv.sources import sentencepiece  # loaded only where it is needed
 
-    files = [directory / name for name in (sentencepiece.FILE, sentencepiece.ADDED) if (directory / name).exists()]
+    files = [
+        directory / name for name in (sentencepiece.FILE, sentencepiece.ADDED) if os.path.lexists(directory / name)
+    ]
     read = blobs | {file.name: read_small(file, cap=MAX_TOKENIZER_BYTES) for file in files}
     try:
         blobs |= sentencepiece.rebuild_from_pieces(read, where=str(directory))
@@ -196,10 +209,14 @@ def read_sidecars(directory: Path) -> tuple[dict[str, bytes], list[Path]]:
     """config.json and what travels with it, and the files that they are. Raises InputError."""
     blobs, files = {CONFIG: read_small(directory / CONFIG)}, [directory / CONFIG]
     for name in SIDECARS:
-        if (directory / name).exists():
-            cap = MAX_TOKENIZER_BYTES if name == "tokenizer.json" else None
-            blobs[name] = read_small(directory / name, **({"cap": cap} if cap else {}))
-            files.append(directory / name)
+        path = directory / name
+        if os.path.lexists(path):  # a link to nowhere is an error
+            blobs[name] = read_small(path, cap=MAX_TOKENIZER_BYTES if name == "tokenizer.json" else MAX_JSON_BYTES)
+            if name.endswith(".jinja"):
+                parse_text(blobs[name], str(path))
+            elif name != "tokenizer.json":  # which is read when the conversion is planned, as a tokenizer
+                parse_json_object(blobs[name], str(path), allow_nan=True)
+            files.append(path)
     return blobs, files
 
 
