@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from writer import FLOATS, FP4, NF4, File, Index, Tensor, make, provenance, put_together, spell, tensor
+from writer import FLOATS, FP4, NF4, File, Index, Tensor, count_marks, make, provenance, put_together, spell, tensor
 
 Change = Callable[[Index], object]
 BLOBS = {"config.json": b"{}", "b": b"bb"}
@@ -46,11 +46,6 @@ def drop(*path: str | int) -> Change:
         del at[path[-1]]
 
     return change
-
-
-def count_marks(text: bytes) -> int:
-    """w4-container 3.2"""
-    return sum(text.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def header_faults() -> Iterator[Fault]:

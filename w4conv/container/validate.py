@@ -122,11 +122,15 @@ class _IndexWalk:
         except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             self._fail("3.1", f"the index is not JSON in UTF-8: {error}")
         try:
-            canonical = layout.encode_index(parsed) == raw and _is_plain(parsed)
-        except ValueError:  # a lone surrogate or NaN
-            canonical = False
-        if not canonical:
-            self._fail("3.1", "the index is not canonical: keys sorted and unique, no white space, no floats, no null")
+            canonical = layout.encode_index(parsed)
+        except ValueError as error:
+            self._fail("3.1", f"the index holds a lone surrogate or a number that is not finite: {error}")
+        if canonical != raw:
+            at = next((i for i, (a, b) in enumerate(zip(raw, canonical, strict=False)) if a != b), len(canonical))
+            found, expected = _short(raw[at : at + 20]), _short(canonical[at : at + 20])
+            self._fail("3.1", f"the index is not canonical from its byte {at} on: {found}, expected {expected}")
+        if not _is_plain(parsed):
+            self._fail("3.1", "the index holds null, a fraction, or an integer beyond 2^53 - 1")
         return parsed
 
     # What a JSON value has to be; `what` names it in the error.
