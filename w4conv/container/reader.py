@@ -54,7 +54,7 @@ def read_header(stream: BinaryIO, *, where: str = "standard input") -> Container
         gap, data = _read(stream, part.offset - position), _read(stream, part.nbytes)
         if any(gap):
             raise FormatError(f"{where}: the bytes before blob {name!r} are not zero", clause=gap_clause)
-        if len(data) < part.nbytes:
+        if position + len(gap) + len(data) < part.end:
             raise FormatError(f"{where}: ends inside blob {name!r}. Fetch it again", clause="2.5")
         blobs[name] = data
         position, gap_clause = part.end, "4.3"

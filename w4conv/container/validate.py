@@ -130,9 +130,8 @@ class _IndexWalk:
             found, expected = _short(raw[at : at + 20]), _short(canonical[at : at + 20])
             self._fail("3.1", f"the index is not canonical from its byte {at} on: {found}, expected {expected}")
         if (place := _not_plain(parsed)) is not None:
-            self._fail(
-                "3.1", f"the index holds null, a fraction, or an integer beyond 2^53 - 1 at {place or 'its top'}"
-            )
+            found = "null, a fraction, or an integer beyond 2^53 - 1"
+            self._fail("3.1", f"the index holds {found} at {_short(place or '/')}")
         return parsed
 
     # What a JSON value has to be; `what` names it in the error.
