@@ -58,7 +58,7 @@ def header(raw: bytes, *, where: str) -> Header:
         fail("2.9", f"{n_parts} parts and {n_sources} sources, at most {layout.MAX_PARTS} and {layout.MAX_SOURCES}")
     if reserved:
         fail("2.10", f"the reserved field is {reserved:#x}, expected 0")
-    sound = Header(file_nbytes, index_nbytes, data_offset, data_nbytes, n_parts, n_sources, index_digest)
+    sound = Header(file_nbytes, index_nbytes, data_offset, data_nbytes, n_parts, n_sources, index_digest, minor)
     expected = sound.data_end + sound.trailer_nbytes
     if file_nbytes != expected:
         fail("2.5", f"file_nbytes is {file_nbytes}, but header, data and trailer take {expected}")
@@ -246,11 +246,13 @@ class _IndexWalk:
         group_size, scale_dtype = entry.get("group_size"), entry.get("scale_dtype")
         if not isinstance(scale_dtype, str):
             self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected a string")
-        size = self._integer(group_size, max(scheme.GROUP_SIZES), f"{name}: group_size", "3.7")
+        size = self._integer(group_size, max(scheme.HELD_GROUP_SIZES), f"{name}: group_size", "3.7")
         try:
             coding = QuantScheme(kind, size, scale_dtype)
         except UsageError as error:
             self._fail("3.7", f"{name}: {error}")
+        if coding.minor > self._head.minor:
+            self._fail("3.7", f"{name}: {coding} is of version 1.{coding.minor}, but the file says 1.{self._head.minor}")
         if kind in codes.CODEBOOKS and entry.get("codebook") != layout.codebook_words(coding):
             self._fail("3.7", f"{name}: the codebook is not that of {kind}")
         return coding
