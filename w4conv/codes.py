@@ -170,8 +170,8 @@ def _pad(a: Array, columns_per_dword: int, fill: int) -> Array:
 def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
     """Codes or values (n_matrices, n_rows, n_columns) -> tiled dwords (n_matrices, n_tiles, n_lines, 16).
 
-    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 and int8o take int8, float kinds take float16, uint16 (bf16) or
-    float32.
+    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 and int8o take int8, float kinds take float16,
+    uint16 (bf16) or float32.
     """
     if scheme.bits == 4:
         c = _pad(codes, 8, pad_code(scheme)).astype(np.uint8)

@@ -16,7 +16,15 @@ BITS: Final = {
     "f16": 16, "bf16": 16, "f32": 32,
 }  # fmt: skip
 KEPT_ONLY: Final = ("int4o", "e2m1", "iq4nl", "int8o")  # hold what other formats have; no values are rounded to them
-INTEGER_KINDS: Final = ("int4", "int4z", "int4o", "e2m1", "iq4nl", "int8", "int8o")  # products take activations as integers
+INTEGER_KINDS: Final = (
+    "int4",
+    "int4z",
+    "int4o",
+    "e2m1",
+    "iq4nl",
+    "int8",
+    "int8o",
+)  # products take activations as integers
 WITH_OFFSETS: Final = ("int4o", "int8o")
 FLOAT_KINDS: Final = ("f16", "bf16", "f32")
 GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # that values are rounded in; 0: the whole row is one group

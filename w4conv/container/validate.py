@@ -252,7 +252,9 @@ class _IndexWalk:
         except UsageError as error:
             self._fail("3.7", f"{name}: {error}")
         if coding.minor > self._head.minor:
-            self._fail("3.7", f"{name}: {coding} is of version 1.{coding.minor}, but the file says 1.{self._head.minor}")
+            self._fail(
+                "3.7", f"{name}: {coding} is of version 1.{coding.minor}, but the file says 1.{self._head.minor}"
+            )
         if kind in codes.CODEBOOKS and entry.get("codebook") != layout.codebook_words(coding):
             self._fail("3.7", f"{name}: the codebook is not that of {kind}")
         return coding

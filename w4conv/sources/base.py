@@ -39,7 +39,8 @@ class CodedRows:
         return [getattr(self, field.name) for field in fields(self)]
 
     def _each(self, change: Callable[[Any], Any]) -> CodedRows:
-        return CodedRows(*(None if array is None else change(array) for array in self._arrays()))
+        changed: list[Any] = [None if array is None else change(array) for array in self._arrays()]
+        return CodedRows(*changed)
 
     def matrix(self, i: int, rows: slice = slice(None)) -> CodedRows:
         """Some rows of one matrix of a stack."""
@@ -52,7 +53,8 @@ class CodedRows:
     def joined(self, other: CodedRows, join: Callable[[Any, Any], Any]) -> CodedRows:
         """Each array joined with that of the other."""
         pairs = zip(self._arrays(), other._arrays(), strict=True)
-        return CodedRows(*(None if a is None else join(a, b) for a, b in pairs))
+        joined: list[Any] = [None if a is None else join(a, b) for a, b in pairs]
+        return CodedRows(*joined)
 
     def parts(self, scheme: QuantScheme) -> dict[str, npt.NDArray[np.generic]]:
         """As the container has them."""

@@ -163,7 +163,7 @@ def _iq4_xs(blocks: Bytes) -> CodedRows:
 
 def _q2_k(blocks: Bytes) -> CodedRows:
     packed = blocks[..., :16]
-    return _with_offsets(_rows(_quarters(blocks[..., 16:80])), packed & 15, packed >> 4, blocks, 80)
+    return _with_offsets(_rows(_quarters(blocks[..., 16:80])), packed & np.uint8(15), packed >> np.uint8(4), blocks, 80)
 
 
 def _q3_k(blocks: Bytes) -> CodedRows:
@@ -203,8 +203,8 @@ def _with_offsets(codes: npt.NDArray[np.generic], scales: Bytes, offsets: Bytes,
 
 
 def _scales_and_offsets(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Of Q4_K and Q5_K: bytes 4 to 15 are 6 bits for scale and offset of each of 8 groups: of the first four the low bits of
-    a byte, of the others 4 bits of the last bytes and the 2 high ones of those before."""
+    """Of Q4_K and Q5_K. Bytes 4 to 15 are 6 bits for scale and offset of each of 8 groups: of the first four the low
+    bits of a byte, of the others 4 bits of the last bytes and the 2 high ones of those before."""
     first, second, last = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, last & 15 | first >> 6 << 4], axis=2)
     return scales, np.concatenate([second & 63, last >> 4 | second >> 6 << 4], axis=2)
@@ -222,12 +222,14 @@ _CODED: Final[dict[str, Callable[[Bytes], CodedRows]]] = {
 def _split(packed: Bytes, width: int, shifts: Iterable[int], mask: int) -> Bytes:
     """(n_rows, n_blocks, n) -> (n_rows, n_blocks, n * number of shifts)."""
     runs = packed.reshape(*packed.shape[:2], -1, 1, width) >> np.array(list(shifts), np.uint8)[:, None]
-    return (runs & np.uint8(mask)).reshape(*packed.shape[:2], -1)
+    codes: Bytes = (runs & np.uint8(mask)).reshape(*packed.shape[:2], -1)
+    return codes
 
 
 def _halves(packed: Bytes, width: int) -> Bytes:
     """Codes of 4 bits, (n_rows, n_columns)."""
-    return _rows(_split(packed, width, (0, 4), 15))
+    codes: Bytes = _rows(_split(packed, width, (0, 4), 15))
+    return codes
 
 
 def _quarters(packed: Bytes) -> Bytes:

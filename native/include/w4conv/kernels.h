@@ -34,9 +34,7 @@ constexpr int columns_per_dword(Kind kind) {
   return kind < Kind::kInt8 ? 8 : is_int8(kind) ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
 // The code that stands in padding columns (w4-codes 3.5).
-constexpr int zero_code(Kind kind) {
-  return kind == Kind::kInt4 || kind == Kind::kInt4z ? 8 : kind == Kind::kNf4 ? 7 : 0;
-}
+constexpr int zero_code(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kInt4z ? 8 : kind == Kind::kNf4 ? 7 : 0; }
 
 // w4-codes 2.3
 constexpr float kNf4Levels[16] = {-1.0f,
@@ -64,10 +62,10 @@ constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4,
 constexpr int8_t kIq4nlBytes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr float kIq4nlLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr const float* levels_of(Kind kind) {
-  return kind == Kind::kNf4     ? kNf4Levels
-         : kind == Kind::kFp4   ? kFp4Levels
-         : kind == Kind::kE2m1  ? kE2m1Levels
-                                : kIq4nlLevels;
+  return kind == Kind::kNf4    ? kNf4Levels
+         : kind == Kind::kFp4  ? kFp4Levels
+         : kind == Kind::kE2m1 ? kE2m1Levels
+                               : kIq4nlLevels;
 }
 
 // Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns.

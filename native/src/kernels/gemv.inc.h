@@ -102,7 +102,8 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     for (int i = 0; i < kV; i++) {
       vi points = {};
       if constexpr (kKind == Kind::kInt4z) {
-        points = zero_point_lanes(w.zero_points + ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes);
+        points =
+            zero_point_lanes(w.zero_points + ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes);
       }
 #pragma GCC unroll 16
       for (int t = 0; t < kTokensNow; t++) {

@@ -1,9 +1,9 @@
 // Products of a tiled weight matrix with prepared activations. A lane is a row, so sums never cross lanes.
 //
-// Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of schemes with offsets then
-// y += float(asum) * (w_offset * a_scale).
-// Float form (3): one chain of fused multiply-adds a row, or a block of it, columns ascending.
-// GEMV and GEMM (gemv.inc.h, gemm.inc.h) sum in the same order, so that it does not show which of them ran.
+// Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of schemes with
+// offsets then y += float(asum) * (w_offset * a_scale). Float form (3): one chain of fused multiply-adds a row, or a block
+// of it, columns ascending. GEMV and GEMM (gemv.inc.h, gemm.inc.h) sum in the same order, so that it does not show which of
+// them ran.
 
 #include "weights.inc.h"
 //
