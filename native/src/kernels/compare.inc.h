@@ -28,7 +28,7 @@ inline float scale_at(const Scales& s, int64_t tile, int64_t group, int64_t lane
   const int64_t at = (tile * s.n_groups + group) * 16 + lane;
   if (s.type == ScaleType::kF16) return f16_value(static_cast<const uint16_t*>(s.values)[at]);
   if (s.type == ScaleType::kF32) return static_cast<const float*>(s.values)[at];
-  const float super = f16_value(s.supers[(tile * s.n_supers + group / s.groups_a_super) * 16 + lane]);
+  const float super = f16_value(s.supers[(tile * s.n_supers + (group >> s.super_shift)) * 16 + lane]);
   return super * static_cast<float>(static_cast<const int8_t*>(s.values)[at]);
 }
 

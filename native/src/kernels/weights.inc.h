@@ -11,24 +11,27 @@ struct Scales {
   const void* values;
   const uint16_t* supers;
   ScaleType type;
-  int64_t n_groups, n_supers, groups_a_super;
+  int64_t n_groups, n_supers;
+  int super_shift;  // from a group to its super-scale
   static Scales of(const Matrix& w) {
-    return {w.scales, w.super_scales, w.scale_type, w.n_groups(), w.n_supers(), groups_in(w)};
+    return {w.scales, w.super_scales, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
   }
   static Scales of_offsets(const Matrix& w) {
-    return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), groups_in(w)};
+    return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
   }
   // Of a vector of rows of a tile.
   vf lanes(int64_t tile, int64_t group, int64_t v) const {
     const int64_t index = (tile * n_groups + group) * 16 + v * kLanes;
     if (type == ScaleType::kF16) return from_f16(static_cast<const uint16_t*>(values) + index);
     if (type == ScaleType::kF32) return load(static_cast<const float*>(values) + index);
-    const vf super = from_f16(supers + (tile * n_supers + group / groups_a_super) * 16 + v * kLanes);
+    const vf super = from_f16(supers + (tile * n_supers + (group >> super_shift)) * 16 + v * kLanes);
     return super * __builtin_convertvector(from_bytes(static_cast<const int8_t*>(values) + index), vf);
   }
 
  private:
-  static int64_t groups_in(const Matrix& w) { return w.group_size < kSuperColumns ? kSuperColumns / w.group_size : 1; }
+  static int shift_of(const Matrix& w) {
+    return w.scale_type == ScaleType::kInt8 ? __builtin_ctzll(static_cast<uint64_t>(kSuperColumns / w.group_size)) : 0;
+  }
 };
 
 inline vi zero_point_lanes(const uint8_t* p) {
