@@ -209,3 +209,17 @@ def test_formats_that_have_no_place_for_them(tmp_path: Path, coding: QuantScheme
     )
     with pytest.raises(InputError, match="Export to safetensors or gguf"):
         export(path, tmp_path / "out", to=to)
+
+
+@pytest.mark.parametrize("qtype", EXACT)
+def test_matrices_of_a_stack(qtype: str) -> None:
+    """As those of experts: cut out of a stack, and joined of two halves of their rows."""
+    first, second = (random_blocks(qtype, 3 * 16, 512, seed=seed, size=1e-2) for seed in (1, 2))
+    coding = coding_of(qtype, len(first), first.shape[1], lambda start, stop: first[start:stop].reshape(-1))
+    assert coding is not None
+    stacks = [coded(raw, qtype, coding, "there").stacked(16) for raw in (first, second)]
+    joined = stacks[0].joined(stacks[1], lambda a, b: np.concatenate([a, b], axis=1))
+    for i in range(3):
+        raw = np.concatenate([first[16 * i : 16 * (i + 1)], second[16 * i : 16 * (i + 1)]])
+        parts = {kind: as_bytes(part) for kind, part in joined.matrix(i).parts(coding).items()}
+        assert same(codes.dequantize(coding, (32, 512), parts), decoded(raw, qtype))
