@@ -17,6 +17,11 @@ Q3_K      256      d, 6-bit s - 32, 3-bit q - 4                             int4
 Q4_K      256      d, m, 6-bit s and t, 4-bit q                             int4o/g32/i8   q (d s) - (m t)
 Q5_K      256      d, m, 6-bit s and t, 5-bit q                             int8o/g32/i8   q (d s) - (m t)
 Q6_K      256      d, signed bytes s, 6-bit q - 32                          int8/g16/i8    q (d s)
+IQ2_XXS   256      d, s and a grid for 32 columns                           int8/g32, f32  q (d (s + 1/2) / 4)
+IQ2_XS, IQ2_S  256  d, s for 16 columns, grids                              int8/g16, f32  q (d (s + 1/2) / 4)
+IQ3_XXS   256      d, s and a grid for 32 columns                           int8/g32, f32  q (d (s + 1/2) / 2)
+IQ3_S     256      d, s for 32 columns, grids                               int8/g32, f32  q (d (2 s + 1))
+IQ1_S, IQ1_M  256  d, s for 32 or 16 columns, grids q / 8                   int8/g32 or /g16, f32  q (d (2 s + 1) / 8)
 
 With two levels, s and t are the bytes of the groups, d and -m the super-scales and super-offsets.
 """
@@ -41,7 +46,8 @@ I8 = npt.NDArray[np.int8]
 COLUMNS: Final = 32
 NBYTES: Final = {  # of a block
     "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "MXFP4": 17, "NVFP4": 36, "TQ1_0": 54, "TQ2_0": 66,
-    "IQ4_NL": 18, "IQ4_XS": 136, "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
+    "IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "IQ4_NL": 18,
+    "IQ4_XS": 136, "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
 }  # fmt: skip
 FIXED: Final = {
     "Q4_0": int4(COLUMNS),
@@ -52,6 +58,13 @@ FIXED: Final = {
     "NVFP4": QuantScheme("e2m1", 16, "f16"),
     "TQ1_0": int4(256),
     "TQ2_0": int4(256),
+    "IQ1_S": QuantScheme("int8", COLUMNS, "f32"),
+    "IQ1_M": QuantScheme("int8", 16, "f32"),
+    "IQ2_XXS": QuantScheme("int8", COLUMNS, "f32"),
+    "IQ2_XS": QuantScheme("int8", 16, "f32"),
+    "IQ2_S": QuantScheme("int8", 16, "f32"),
+    "IQ3_XXS": QuantScheme("int8", COLUMNS, "f32"),
+    "IQ3_S": QuantScheme("int8", COLUMNS, "f32"),
     "IQ4_NL": QuantScheme("iq4nl", COLUMNS, "f16"),
     "IQ4_XS": QuantScheme("iq4nl", COLUMNS, "i8"),
     "Q2_K": QuantScheme("int4o", 16, "i8"),
@@ -89,7 +102,7 @@ def coded(raw: Bytes, type_name: str, coding: QuantScheme, where: str) -> CodedR
         zeros = _zero_points(blocks) if coding.kind == "int4z" else None
         offsets = _f16(blocks, 2) if coding.kind == "int4o" else None
         return CodedRows(_halves(blocks[..., -16:], 16), _f16(blocks, 0), zeros, offsets)
-    return _CODED[type_name](blocks)
+    return _grids(blocks, type_name) if type_name in _UNITS else _CODED[type_name](blocks)
 
 
 # Each takes blocks: (n_rows, n_blocks, bytes of a block).
@@ -189,6 +202,56 @@ def _q6_k(blocks: Bytes) -> CodedRows:
     codes = (low | high << 4).astype(np.int8) - np.int8(32)
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
     return CodedRows(_rows(codes), _rows(scales), super_scales=_f16(blocks, 208))
+
+
+def _grids(blocks: Bytes, type_name: str) -> CodedRows:
+    """Blocks whose codes are numbers of a table: what the gguf package makes of them with d = 1, over the scale that
+    the group has then."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    plain = blocks.copy()
+    if type_name == "IQ1_M":
+        parts = np.ascontiguousarray(blocks[..., 48:]).view("<u2")
+        joined = np.bitwise_or.reduce((parts & np.uint16(0xF000)) >> np.array([12, 8, 4, 0], np.uint16), axis=2)
+        d = joined.astype("<u2").view("<f2")
+        nibbles = np.array([0, 0, 0xC000, 0x3000], np.uint16)
+        plain[..., 48:] = (parts & np.uint16(0x0FFF) | nibbles).astype("<u2").view(np.uint8)
+    else:
+        d = _f16(blocks, 0)
+        plain[..., :2] = np.array([1], "<f2").view(np.uint8)
+    units = _UNITS[type_name](blocks)
+    found = dequantize(plain.reshape(-1, blocks.shape[2]), GGMLQuantizationType[type_name])
+    levels = found.astype(np.float32).reshape(*units.shape, -1) / units[..., None]
+    scales = _rows(d.astype(np.float32)[..., None] * units)
+    return CodedRows(levels.astype(np.int8).reshape(len(blocks), -1), scales)
+
+
+def _nibbles_over(at: int, offset: float, factor: float) -> Callable[[Bytes], npt.NDArray[np.float32]]:
+    """(s + offset) * factor of the 4-bit s from byte `at` on."""
+    return lambda blocks: (_split(blocks[..., at:], 1, (0, 4), 15) + np.float32(offset)) * np.float32(factor)
+
+
+def _tops_over(at: int, step: int, factor: float) -> Callable[[Bytes], npt.NDArray[np.float32]]:
+    """(s + 1/2) * factor of the s in the top half of each `step`-th byte."""
+    return lambda blocks: ((blocks[..., at::step] >> 4) + np.float32(0.5)) * np.float32(factor)
+
+
+def _thirds_of_iq1_m(blocks: Bytes) -> npt.NDArray[np.float32]:
+    parts = np.ascontiguousarray(blocks[..., 48:]).view("<u2")[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)
+    units: npt.NDArray[np.float32] = ((parts & 7).reshape(*blocks.shape[:2], -1) * 2 + 1).astype(np.float32) / 8
+    return units
+
+
+_UNITS: Final[dict[str, Callable[[Bytes], npt.NDArray[np.float32]]]] = {
+    "IQ1_S": lambda blocks: ((blocks[..., 35::2] >> 4 & 7) * 2 + 1).astype(np.float32) / np.float32(8),
+    "IQ1_M": _thirds_of_iq1_m,
+    "IQ2_XXS": _tops_over(9, 8, 0.25),
+    "IQ2_XS": _nibbles_over(66, 0.5, 0.25),
+    "IQ2_S": _nibbles_over(74, 0.5, 0.25),
+    "IQ3_XXS": _tops_over(69, 4, 0.5),
+    "IQ3_S": _nibbles_over(106, 0.5, 2.0),
+}
 
 
 def _with_offsets(codes: npt.NDArray[np.generic], scales: Bytes, offsets: Bytes, blocks: Bytes, at: int) -> CodedRows:
