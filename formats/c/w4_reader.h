@@ -1,7 +1,7 @@
 /* w4_reader.h - a reader of .w4 containers, versions 1.0 and 1.1, in C99 and nothing else.
  *
- * It follows w4-container.md and w4-codes.md, in their order, from their text alone. A file is given as memory (read or
- * mapped), checked, searched and dequantized; weights are used in place. In one source file:
+ * It follows w4-container.md and w4-codes.md from their text alone, and checks in the order of w4-container 7.6. A file is
+ * given as memory (read or mapped), checked, searched and dequantized; weights are used in place. In one source file:
  *
  *     #define W4_IMPLEMENTATION
  *     #include "w4_reader.h"
@@ -308,6 +308,8 @@ static int w4__header(w4_file *f) {
 
 /* 3.1, 3.2: one pass that accepts canonical JSON and nothing else. Later passes rely on it and cannot run astray. */
 
+#define W4__MAX_DEPTH 64
+
 typedef struct {
     const uint8_t *at, *end;
 } w4__text;
@@ -402,15 +404,30 @@ static int w4__compare_strings(const uint8_t *a, const uint8_t *b) {
     return *a != '"' ? 1 : *b != '"' ? -1 : 0;
 }
 
+static int w4__capped(const uint8_t *text, uint64_t nbytes) { /* 3.2, whatever the bytes are */
+    uint32_t marks = 0;
+    int32_t depth = 0;
+    uint64_t i;
+    int in_string = 0, escaped = 0;
+    for (i = 0; i < nbytes; i++) {
+        uint8_t c = text[i];
+        int opens = c == '[' || c == '{';
+        marks += (uint32_t)(opens || c == ',');
+        if (c == '"' && !escaped) in_string = !in_string;
+        if (!in_string) depth += opens - (c == ']' || c == '}');
+        if (marks > (uint32_t)1 << 22 || depth > W4__MAX_DEPTH) return 0;
+        escaped = in_string && c == '\\' && !escaped;
+    }
+    return 1;
+}
+
 static int w4__canonical(const uint8_t *text, uint64_t nbytes) {
     w4__text t;
-    uint8_t is_object[64];
-    const uint8_t *key[64]; /* the last key of each open object, or NULL */
-    uint32_t depth = 0, marks = 0;
-    uint64_t i;
+    uint8_t is_object[W4__MAX_DEPTH];
+    const uint8_t *key[W4__MAX_DEPTH]; /* the last key of each open object, or NULL */
+    uint32_t depth = 0; /* as counted above: what was read so far is sound */
     int after_value = 0; /* a value has just ended */
-    for (i = 0; i < nbytes; i++) marks += text[i] == ',' || text[i] == '[' || text[i] == '{';
-    if (marks > (uint32_t)1 << 22) return W4__CLAUSE(3, 2);
+    if (!w4__capped(text, nbytes)) return W4__CLAUSE(3, 2);
     t.at = text;
     t.end = text + nbytes;
     for (;;) {
@@ -445,7 +462,6 @@ static int w4__canonical(const uint8_t *text, uint64_t nbytes) {
         if (t.at == t.end) return W4__CLAUSE(3, 1);
         c = *t.at;
         if (c == '{' || c == '[') {
-            if (depth == 64) return W4__CLAUSE(3, 2);
             is_object[depth] = c == '{';
             key[depth] = NULL;
             depth++;
@@ -859,19 +875,21 @@ static int w4__tensors(w4__walk *w, const uint8_t *array) {
     w4_file *f = w->file;
     const uint8_t *p;
     uint32_t n, i;
+    int error = 0;
     if (*array != '[' || (n = w4__count(array)) > 65536) return W4__CLAUSE(3, 6);
     f->tensors = (w4_tensor *)calloc(n ? n : 1, sizeof(w4_tensor));
     f->by_name = (uint32_t *)calloc(n ? n : 1, sizeof(uint32_t));
     if (!f->tensors || !f->by_name) return W4_NO_MEMORY;
-    for (p = w4__first(array); p; p = w4__next(p)) {
-        int error = w4__tensor(w, &f->tensors[f->n_tensors], p);
-        if (error) return error;
-        f->n_tensors++;
+    for (p = w4__first(array); p && !error; p = w4__next(p)) {
+        w4_tensor *t = &f->tensors[f->n_tensors];
+        error = w4__tensor(w, t, p);
+        f->n_tensors += t->name.length > 0;
     }
+    /* A name that was taken comes before whatever else is wrong with its tensor, so before any error found by now. */
     w4__sort_names(f);
-    for (i = 1; i < n; i++)
+    for (i = 1; i < f->n_tensors; i++)
         if (w4__compare_at(f, f->by_name[i - 1], f->by_name[i]) == 0) return W4__CLAUSE(3, 6);
-    return 0;
+    return error;
 }
 
 static int w4__index(w4_file *f) {

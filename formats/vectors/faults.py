@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ def base() -> File:
 
 @dataclass
 class Fault:
-    """clause: what a reader reports. breaks: the MUSTs broken, as clause/number of the MUST within it."""
+    """clause: what a reader reports. breaks: the MUSTs meant to be broken, as clause/number of the MUST within it."""
 
     name: str
     clause: str
@@ -46,6 +46,11 @@ def drop(*path: str | int) -> Change:
         del at[path[-1]]
 
     return change
+
+
+def count_marks(text: bytes) -> int:
+    """w4-container 3.2"""
+    return sum(text.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def header_faults() -> Iterator[Fault]:
@@ -92,13 +97,13 @@ def header_faults() -> Iterator[Fault]:
 def text_faults() -> Iterator[Fault]:
     sound = spell(base().index)
 
-    def text(name: str, must: str, text: bytes) -> Fault:
-        return Fault(name, must.split("/")[0], (must,), put_together(base(), text=text))
+    def text(name: str, must: str, text: bytes, also: str = "") -> Fault:
+        return Fault(name, must.split("/")[0], (must, also) if also else (must,), put_together(base(), text=text))
 
-    def inside(name: str, must: str, value: bytes) -> Fault:
+    def inside(name: str, must: str, value: bytes, also: str = "") -> Fault:
         """`value` as the text of a further member of provenance, where any JSON may stand."""
         assert sound.count(b'"provenance":{') == 1
-        return text(name, must, sound.replace(b'"provenance":{', b'"provenance":{"extra":' + value + b",", 1))
+        return text(name, must, sound.replace(b'"provenance":{', b'"provenance":{"extra":' + value + b",", 1), also)
 
     assert inside("", "3.1/1", b"1").raw == put_together(
         make([tensor("w", (3, 37), "int4", 32), tensor("b", (5,), "f16")], BLOBS, provenance(extra=1))
@@ -139,6 +144,11 @@ def text_faults() -> Iterator[Fault]:
     yield inside("minus-alone", "3.1/8", b"-")
     yield inside("null", "3.1/9", b"null")
     yield text("commas", "3.2/1", b"," * (2**22 + 1))
+    for name, mark in (("arrays", b"["), ("objects", b"{")):
+        yield inside(f"{name}-in-a-string", "3.2/1", b'"' + mark * (2**22 + 1 - count_marks(sound) - 1) + b'"')
+    yield inside("marks-of-all-kinds", "3.2/1", b"[" + b"[],{}," * (2**20) + b"1]")
+    yield text("depth-65-of-no-json", "3.2/2", b"]" + b"[" * 66 + b"\xff", also="3.1/1")
+    yield inside("depth-65-after-a-null", "3.2/2", b"[null," + b"[" * 62 + b"]" * 63, also="3.1/9")
     yield inside("depth-65", "3.2/2", b"[" * 63 + b"]" * 63)
     yield inside("depth-2000", "3.2/2", b'{"":' * 1999 + b"{}" + b"}" * 1999)
     yield text("index-is-array", "3.3/1", b"[]")
@@ -170,7 +180,12 @@ def index_faults() -> Iterator[Fault]:
     yield rule("blob-name-hidden", "3.4/4", put("blobs", 0, "name", to=".netrc"))
     yield rule("blob-twice", "3.4/5", put("blobs", 0, "name", to="b"))
     yield rule("blob-too-large", "3.4/6", put("blobs", 0, "nbytes", to=2**28 + 1))
-    yield rule("blob-beyond-data", "4.4/1", put("blobs", 0, "nbytes", to=2**28))
+    yield rule("blob-of-false-bytes", "3.4/2", put("blobs", 0, "nbytes", to=False))
+    yield rule("blob-offset-missing-and-size-text", "3.4/2", put("blobs", 1, to={"name": "b", "nbytes": "2"}))
+    yield rule("blobs-too-large-together", "3.4/6", put("blobs", 1, "nbytes", to=2**28 - 1))
+    file = make(blobs={"config.json": b"{}"})
+    file.index["blobs"][0]["nbytes"] = 65
+    yield Fault("blob-beyond-data", "4.4", ("4.4/1",), put_together(file))
     yield rule("provenance-not-object", "3.5/1", put("provenance", to=[]))
     yield rule("tool-missing", "3.5/2", drop("provenance", "tool"))
     yield rule("tool-not-string", "3.5/2", put("provenance", "tool", to=1))
@@ -182,6 +197,12 @@ def index_faults() -> Iterator[Fault]:
     yield rule("source-file-not-object", "3.5/3", put("provenance", "source", "files", 0, to=1))
     yield rule("source-file-size-missing", "3.5/3", drop("provenance", "source", "files", 0, "nbytes"))
     yield rule("source-file-with-path", "3.5/3", put("provenance", "source", "files", 0, "name", to="/home/m"))
+    yield rule("source-file-key-unknown", "3.5/3", put("provenance", "source", "files", 0, "digest", to=""))
+    yield rule("source-file-of-false-bytes", "3.5/3", put("provenance", "source", "files", 0, "nbytes", to=False))
+    yield rule("source-file-of-true-bytes", "3.5/3", put("provenance", "source", "files", 0, "nbytes", to=True))
+    yield rule("source-file-size-text", "3.5/3", put("provenance", "source", "files", 0, "nbytes", to="7"))
+    yield rule("source-file-name-empty", "3.5/3", put("provenance", "source", "files", 0, "name", to=""))
+    yield rule("source-file-name-513", "3.5/3", put("provenance", "source", "files", 0, "name", to="a" * 513))
     yield rule("source-file-of-minus-1", "3.5/3", put("provenance", "source", "files", 0, "nbytes", to=-1))
     yield rule("tensors-not-array", "3.6/1", put("tensors", to={}))
     yield rule("tensors-65537", "3.6/1", put("tensors", to=[{}] * 65537))
@@ -197,6 +218,9 @@ def index_faults() -> Iterator[Fault]:
     yield rule("name-with-control-character", "3.6/4", put(*w, "name", to="a\x1f"))
     yield rule("name-with-delete", "3.6/4", put(*w, "name", to="\x7f"))
     yield rule("name-twice", "3.6/5", put(*w, "name", to="b"))
+    yield rule("name-not-string", "3.6/3", put(*w, "name", to=False))
+    yield rule("source-dtype-not-string", "3.6/6", put(*w, "source_dtype", to=32))
+    yield rule("float-with-scale-dtype", "3.6/2", put(*b, "scale_dtype", to="f16"))
     yield rule("source-dtype-with-space", "3.6/6", put(*w, "source_dtype", to="F 32"))
     yield rule("source-dtype-not-ascii", "3.6/6", put(*w, "source_dtype", to="\u00e9"))
     yield rule("source-dtype-empty", "3.6/6", put(*w, "source_dtype", to=""))
@@ -205,6 +229,10 @@ def index_faults() -> Iterator[Fault]:
     yield rule("scheme-not-string", "3.7/1", put(*w, "scheme", to=["int4"]))
     yield rule("group-size-48", "3.7/2", put(*w, "group_size", to=48))
     yield rule("group-size-512", "3.7/2", put(*w, "group_size", to=512))
+    yield rule("group-size-false", "3.7/2", put(*w, "group_size", to=False))
+    yield rule("group-size-true", "3.7/2", put(*w, "group_size", to=True))
+    yield rule("group-size-minus-32", "3.7/2", put(*w, "group_size", to=-32))
+    yield rule("scale-dtype-false", "3.7/2", put(*w, "scale_dtype", to=False))
     yield rule("group-size-text", "3.7/2", put(*w, "group_size", to="32"))
     yield rule("group-size-missing", "3.7/2", drop(*w, "group_size"))
     yield rule("scale-dtype-bf16", "3.7/2", put(*w, "scale_dtype", to="bf16"))
@@ -224,6 +252,9 @@ def index_faults() -> Iterator[Fault]:
     yield rule("rank-9", "3.8/1", put(*w, "shape", to=[1] * 9))
     yield rule("dimension-minus-3", "3.8/1", put(*w, "shape", to=[-3, 37]))
     yield rule("dimension-2-32", "3.8/1", put(*w, "shape", to=[2**32, 1]))
+    yield rule("dimension-true", "3.8/1", put(*w, "shape", to=[True, 37]))
+    yield rule("dimension-false", "3.8/1", put(*w, "shape", to=[3, False]))
+    yield rule("dimension-text", "3.8/1", put(*w, "shape", to=["3", 37]))
     yield rule("product-2-49", "3.8/2", put(*w, "shape", to=[2**25, 2**24]))
     yield rule("product-2-62-under-a-zero", "3.8/2", put(*w, "shape", to=[0, 2**31, 2**31]))
     yield rule("product-2-248", "3.8/2", put(*w, "shape", to=[2**31] * 8))
@@ -236,13 +267,89 @@ def index_faults() -> Iterator[Fault]:
     yield rule("parts-swapped", "3.9/2", lambda index: index["tensors"][0]["parts"].reverse())
     yield rule("part-size", "3.9/2", put(*w, "parts", 0, "nbytes", to=256))
     yield rule("shape-other", "3.9/2", put(*w, "shape", to=[3, 41]))
-    yield rule("part-missing-at-end", "3.9/3", lambda index: index["tensors"].pop())
+    yield rule("part-size-text", "3.9/2", put(*w, "parts", 0, "nbytes", to="384"))
+    file = make([tensor("w", (0,), "f16")], BLOBS)
+    file.index["tensors"][0]["parts"][0]["nbytes"] = False
+    yield Fault("part-of-false-bytes", "3.9", ("3.9/2",), put_together(file))
+    file = make([tensor("w", (0,), "f16")], BLOBS)
+    file.index["tensors"].pop()
+    yield Fault("part-missing-at-end", "3.9", ("3.9/3",), put_together(file))
     yield rule("codes-of-vector", "codes 2.4/1", put(*w, "shape", to=[111]), "3.9")
     yield rule("first-part-at-64", "4.2/1", put("blobs", 0, "offset", to=64))
     yield rule("first-part-at-minus-64", "4.2/1", put("blobs", 0, "offset", to=-64))
     yield rule("overlap", "4.2/2", put(*w, "parts", 1, "offset", to=128))
     yield rule("hole", "4.2/2", put(*w, "parts", 1, "offset", to=512))
     yield rule("offset-2-53", "4.2/2", put(*w, "parts", 1, "offset", to=2**53 - 64))
+    yield rule("blob-offset-false", "4.2/1", put("blobs", 0, "offset", to=False))
+    yield rule("blob-offset-text", "4.2/1", put("blobs", 0, "offset", to="0"))
+    yield rule("blob-offset-array", "4.2/1", put("blobs", 0, "offset", to=[0]))
+    file = make([tensor("w", (5,), "f16")])
+    file.index["tensors"][0]["parts"][0]["offset"] = False
+    yield Fault("offset-false", "4.2", ("4.2/1",), put_together(file))
+
+
+def order_faults() -> Iterator[Fault]:
+    """Files with several faults: a reader reports the one that comes first in w4-container 7.6."""
+
+    def both(name: str, *musts: str, change: Change) -> Fault:
+        """musts: in the order in which they are found."""
+        file = base()
+        change(file.index)
+        return Fault(name, musts[0].split("/")[0], musts, put_together(file))
+
+    def all_of(*changes: Change) -> Change:
+        return lambda index: [change(index) for change in changes]
+
+    w, b = ("tensors", 0), ("tensors", 1)
+    part = (*b, "parts", 0)
+    yield Fault("then-size", "2.4", ("2.4/1", "2.5/2"), put_together(base(), header={"header_nbytes": 129})[:-1])
+    yield Fault(
+        "then-file-nbytes", "2.9", ("2.9/1", "2.5/1"),
+        put_together(base(), header={"n_parts": 2**18 + 1, "file_nbytes": 2**64 - 1}),
+    )  # fmt: skip
+    yield Fault("then-index-digest", "2.5", ("2.5/2", "2.11/1"), put_together(base(), index_digest=bytes(32)) + b"\0")
+    yield Fault(
+        "then-text", "2.11", ("2.11/1", "3.1/1"), put_together(base(), text=b"not JSON", index_digest=bytes(32))
+    )
+    yield both("blob-then-provenance", "4.2/1", "3.5/2",
+               change=all_of(put("blobs", 0, "offset", to=64), drop("provenance", "tool")))  # fmt: skip
+    yield both("blob-size-then-place", "3.4/2", "4.2/1",
+               change=all_of(put("blobs", 0, "nbytes", to=-1), put("blobs", 0, "offset", to=64)))  # fmt: skip
+    yield both("blob-place-then-next-blob", "4.2/1", "3.4/5",
+               change=all_of(put("blobs", 0, "offset", to=64), put("blobs", 1, "name", to="b")))  # fmt: skip
+    yield both("provenance-then-tensors", "3.5/2", "3.6/1",
+               change=all_of(drop("provenance", "source"), put("tensors", to={})))  # fmt: skip
+    yield both("name-twice-then-offset", "3.6/5", "4.2/2",
+               change=lambda index: index["tensors"].append(index["tensors"][1]))  # fmt: skip
+    yield both("name-twice-then-scheme", "3.6/5", "3.7/1",
+               change=all_of(put(*b, "name", to="w"), put(*b, "scheme", to="int3")))  # fmt: skip
+    yield both("offset-then-name-twice", "4.2/2", "3.6/5",
+               change=all_of(put(*w, "parts", 0, "offset", to=0), put(*b, "name", to="w")))  # fmt: skip
+    yield both("scheme-then-key-unknown", "3.7/1", "3.6/2",
+               change=all_of(put(*b, "scheme", to="int3"), put(*b, "extra", to=1)))  # fmt: skip
+    yield both("group-size-missing-then-shape", "3.7/2", "3.6/2",
+               change=all_of(drop(*w, "group_size"), drop(*w, "shape")))  # fmt: skip
+    yield both("codebook-left-over-then-shape", "3.6/2", "3.8/1",
+               change=all_of(put(*w, "codebook", to=NF4), put(*w, "shape", to=[1] * 9)))  # fmt: skip
+    yield both("source-dtype-then-shape", "3.6/6", "3.8/1",
+               change=all_of(put(*w, "source_dtype", to=""), put(*w, "shape", to=111)))  # fmt: skip
+    yield both("shape-then-parts", "3.8/1", "3.9/1",
+               change=all_of(put(*w, "shape", to=[-3, 37]), put(*w, "parts", to={})))  # fmt: skip
+    yield both("size-then-place", "3.9/2", "4.2/2",
+               change=all_of(put(*part, "nbytes", to=11), put(*part, "offset", to=0)))  # fmt: skip
+    yield both("place-then-next-part", "4.2/2", "3.9/2",
+               change=all_of(put(*w, "parts", 0, "offset", to=0), put(*w, "parts", 1, "kind", to="")))  # fmt: skip
+    yield both("number-of-parts-then-data-nbytes", "3.9/3", "4.4/1", change=lambda index: index["tensors"].pop())
+    longer = base()
+    longer.section.extend(bytes(64))
+    yield Fault("data-nbytes-then-gap", "4.4", ("4.4/1", "4.1/1"), put_together(longer, gap=_one))
+    yield Fault(
+        "gap-then-trailer", "4.1", ("4.1/1", "5.3/1"), put_together(base(), gap=_one, conversion_digest=b"\1" * 32)
+    )
+
+
+def _one(gap: bytearray) -> None:
+    gap[0] = 1
 
 
 def data_faults() -> Iterator[Fault]:
@@ -305,6 +412,7 @@ def data_faults() -> Iterator[Fault]:
         "digest-of-empty-part", "5.1", ("5.1/1",),
         put_together(make([tensor("w", (0,), "f16")]), part_digests=lambda d: d.__setitem__(0, bytes(32))), "verify",
     )  # fmt: skip
+    yield from data_order_faults()
     yield Fault("conversion-digest", "5.3", ("5.3/1",), put_together(base(), conversion_digest=b"\1" * 32))
     raw = bytearray(put_together(base()))
     raw[-33] ^= 1
@@ -363,3 +471,29 @@ def faults_of_1_1() -> Iterator[Fault]:
         assert bytes(file.section[start : start + len(change_to)]) != change_to
         file.section[start : start + len(change_to)] = change_to
         yield Fault(name, must.split("/")[0], (must,), put_together(file), "verify")
+
+
+def data_order_faults() -> Iterator[Fault]:
+    """Several faults of parts: the first part that is wrong, and of that the first clause in w4-container 7.6."""
+
+    def wrong(name: str, *musts: str, changes: Mapping[int, bytes], bad_digest: int | None = None) -> Fault:
+        """changes: bytes to write, by their place in the data section. bad_digest: a part whose digest is wrong."""
+        file = make([tensor("w", (3, 37), "int4z", 32), tensor("x", (3, 5), "int8", 32)], {"config.json": b"{}"})
+        assert [offset for offset, _ in file.places] == [0, 64, 384, 448, 512, 640]
+        for at, change in changes.items():
+            file.section[at : at + len(change)] = change
+
+        def spoil(digests: list[bytes]) -> None:
+            if bad_digest is not None:
+                digests[bad_digest] = bytes(32)
+
+        return Fault(name, musts[0].split("/")[0], musts, put_together(file, part_digests=spoil), "verify")
+
+    infinite, padding = b"\x00\x7c", b"\1"
+    yield wrong("padding-then-digest-of-next", "4.5/1", "5.1/1", changes={64 + 4 * 3: b"\0"}, bad_digest=2)
+    yield wrong("digest-then-scale", "5.1/1", "4.6/1", changes={384: infinite}, bad_digest=2)
+    yield wrong("gap-then-padding", "4.3/1", "4.5/1", changes={448 + 3: padding, 448 + 32: padding})
+    yield wrong("scale-then-padding", "4.6/1", "4.5/1", changes={384 + 2 * 3: padding, 384 + 2 * 17: infinite})
+    yield wrong("gap-of-blob-then-digest", "4.3/1", "5.1/1", changes={2: b" "}, bad_digest=1)
+    yield wrong("scale-of-padding-row", "4.6/1", "4.5/1", changes={384 + 2 * 3: infinite})
+    yield wrong("zero-point-of-padding-row", "4.6/2", "4.5/1", changes={448 + 15: b"\x10"})

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from faults import data_faults, faults_of_1_1, header_faults, index_faults, text_faults
+from faults import data_faults, faults_of_1_1, header_faults, index_faults, order_faults, text_faults
 from sound import example, released, valid
 from writer import File, Index, digest, put_together
 
@@ -65,7 +65,8 @@ def everything() -> dict[str, bytes]:
         path = f"valid/{name}.w4"
         files[path] = put_together(file)
         manifest["valid"].append({"file": path, "about": about, **describe(files[path], file)})
-    for fault in [*header_faults(), *text_faults(), *index_faults(), *data_faults(), *faults_of_1_1()]:
+    makers = (header_faults, text_faults, index_faults, order_faults, data_faults, faults_of_1_1)
+    for fault in [fault for maker in makers for fault in maker()]:
         path = f"invalid/{fault.clause}-{fault.name}.w4.gz"
         chapter, number = fault.clause.split(".")
         entry = {

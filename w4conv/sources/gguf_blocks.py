@@ -239,7 +239,9 @@ def _tops_over(at: int, step: int, factor: float) -> Callable[[Bytes], npt.NDArr
 
 def _thirds_of_iq1_m(blocks: Bytes) -> npt.NDArray[np.float32]:
     parts = np.ascontiguousarray(blocks[..., 48:]).view("<u2")[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)
-    units: npt.NDArray[np.float32] = ((parts & 7).reshape(*blocks.shape[:2], -1) * 2 + 1).astype(np.float32) / np.float32(8)
+    units: npt.NDArray[np.float32] = ((parts & 7).reshape(*blocks.shape[:2], -1) * 2 + 1).astype(
+        np.float32
+    ) / np.float32(8)
     return units
 
 
