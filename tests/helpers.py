@@ -259,11 +259,13 @@ def make_llama_gguf(
     biases: Sequence[str] = (),
     tokenizer: bool = True,
     edit: Callable[[gguf.GGUFWriter], None] | None = None,
+    blocks: Callable[[str, tuple[int, ...]], tuple[npt.NDArray[np.uint8], str]] | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a tiny GGUF file with the weights of `make_llama_dir`, matrices as `qtype` (any the gguf package writes).
 
-    arch: "llama" or "qwen2". edit: called with the writer before it writes, to add keys or tensors. Returns `path`.
+    arch: "llama" or "qwen2". edit: called with the writer before it writes, to add keys or tensors. blocks: bytes
+    and type of each matrix in place of its values. Returns `path`.
     """
     kind = gguf.GGMLQuantizationType[qtype]
     writer = gguf.GGUFWriter(path, arch)
@@ -299,7 +301,10 @@ def make_llama_gguf(
     for name, values in weights.items():
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             values = interleave_heads(values, heads if "q_proj" in name else kv_heads)
-        if values.ndim == 1 or qtype == "F32":
+        if values.ndim > 1 and blocks is not None:
+            raw, own = blocks(name, values.shape)
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType[own])
+        elif values.ndim == 1 or qtype == "F32":
             writer.add_tensor(gguf_name(name), values)
         else:
             writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)

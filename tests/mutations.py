@@ -21,8 +21,9 @@ _BITS = (16, 16, 32, 64, 64, 64, 64, 32, 32, 64)
 INTEGERS = (0, 1, 2, 7, 8, 15, 16, 31, 32, 33, 48, 63, 64, 65, 128, 256, 511, 512, 1024, 4095, 4096, 4097, 65535, 65536,
             1 << 18, 1 << 25, 1 << 28, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 48, (1 << 53) - 1, 1 << 53, 1 << 63,
             (1 << 64) - 1)  # fmt: skip
-STRINGS = ("", "a", "int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "int8", "f16", "bf16", "f32", "codes", "scales",
-           "zero_points", "offsets", "values", "../x", ".x", "a/b", "\n", "\x7f", "\u00e9", "\U0001f600", "\\", '"',
+STRINGS = ("", "a", "int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "iq4nl", "int8", "int8o", "i8", "f16", "bf16",
+           "f32", "codes", "scales", "super_scales", "zero_points", "offsets", "values",
+           "../x", ".x", "a/b", "\n", "\x7f", "\u00e9", "\U0001f600", "\\", '"',
            "x" * 512, "x" * 513)  # fmt: skip
 TEXT = (b",", b"[", b"]", b"{", b"}", b'"', b":", b"\\", b"0", b"-", b"1.0", b"1e9", b" ", b"null", b"true", b"\\u0000",
         b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"[" * 70, b"9" * 20)  # fmt: skip

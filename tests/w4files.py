@@ -32,6 +32,11 @@ ALL_SCHEMES = [
         for group_size, dtype in ((32, "f16"), (0, "f32"))
     ),
 ]
+SCHEMES_OF_1_1 = [
+    *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
+    *(QuantScheme(kind, 16, "f16") for kind in ("int4", "e2m1", "int8", "int8o")),
+    *(QuantScheme(kind, size, "i8") for kind in scheme.BITS if kind not in scheme.FLOAT_KINDS for size in (16, 128)),
+]
 
 
 def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
@@ -43,18 +48,20 @@ def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> di
     matrices = (n_matrices, n_rows, n_columns)
     if coding.is_float:
         return {"values": as_bytes(codes.pack(coding, random_values(coding, matrices, seed)))}
-    lowest, end, dtype = (-128, 128, np.int8) if coding.kind == "int8" else (0, 16, np.uint8)
+    lowest, end, dtype = (-128, 128, np.int8) if coding.bits == 8 else (0, 16, np.uint8)
     q = rng.integers(lowest, end, matrices, dtype)
-    groups = (n_matrices, n_rows, coding.n_groups(n_columns))
-    scales = rng.standard_normal(groups).astype(codes.SCALE_DTYPES[coding.scale_dtype])
-    if coding.kind == "e2m1":  # as MXFP4 has them
-        scales = np.exp2(rng.integers(-9, 3, groups)).astype(scales.dtype)
-    parts = {"codes": as_bytes(codes.pack(coding, q)), "scales": as_bytes(codes.pack_rows(scales))}
-    if coding.kind == "int4z":
-        parts["zero_points"] = as_bytes(codes.pack_rows(rng.integers(0, 16, groups, np.uint8)))
-    if coding.kind == "int4o":
-        offsets = rng.standard_normal(groups).astype(codes.SCALE_DTYPES[coding.scale_dtype])
-        parts["offsets"] = as_bytes(codes.pack_rows(offsets))
+    parts = {"codes": as_bytes(codes.pack(coding, q))}
+    for kind, part in codes.row_parts(coding).items():
+        shape = n_matrices, n_rows, part.n_runs(n_columns)
+        if kind == "zero_points":
+            numbers = rng.integers(0, 16, shape, np.uint8)
+        elif part.dtype == np.int8:
+            numbers = rng.integers(-128, 128, shape, np.int8)
+        elif coding.kind == "e2m1" and kind == "scales":  # as MXFP4 has them
+            numbers = np.exp2(rng.integers(-9, 3, shape)).astype(part.dtype)
+        else:
+            numbers = rng.standard_normal(shape).astype(part.dtype)
+        parts[kind] = as_bytes(codes.pack_rows(numbers))
     return parts
 
 

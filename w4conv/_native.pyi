@@ -45,11 +45,13 @@ class MatrixParts:
         n_rows: int,
         n_columns: int,
         group_size: int,
-        wide_scales: bool,
+        scale_type: str,
         codes: npt.NDArray[np.uint8],
         scales: npt.NDArray[np.uint8],
         zero_points: npt.NDArray[np.uint8],
         offsets: npt.NDArray[np.uint8],
+        super_scales: npt.NDArray[np.uint8],
+        super_offsets: npt.NDArray[np.uint8],
     ) -> None: ...
 
 def dequantize(pool: Pool, parts: MatrixParts, out: npt.NDArray[np.float32]) -> None: ...

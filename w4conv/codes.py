@@ -21,15 +21,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.scheme import SUPER_COLUMNS, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
 
 INT4_PAD: Final = 8  # the code of zero
 MAX_ZERO_POINT: Final = 15
-SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
-VALUE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {**SCALE_DTYPES, "bf16": np.dtype("<u2")}
+SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "f16": np.dtype("<f2"), "f32": np.dtype("<f4"), "i8": np.dtype("i1"),
+}  # fmt: skip
+VALUE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4"),
+}  # fmt: skip
 
 # 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
 NF4: Final = (
@@ -41,7 +45,9 @@ _FP4_MAGNITUDES: Final = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 /
 FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
 _E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
 E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
-CODEBOOKS: Final = {kind: np.array(t, np.float32) for kind, t in (("nf4", NF4), ("fp4", FP4), ("e2m1", E2M1))}
+IQ4NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_TABLES: Final = {"nf4": NF4, "fp4": FP4, "e2m1": E2M1, "iq4nl": IQ4NL}
+CODEBOOKS: Final = {kind: np.array(table, np.float32) for kind, table in _TABLES.items()}
 _PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
 
 
@@ -89,6 +95,38 @@ def n_tiles(n_rows: int) -> int:
     return -(-n_rows // TILE_ROWS)
 
 
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """A part that holds a number for each row and each run of so many columns; columns 0: for each row."""
+
+    dtype: np.dtype[Any]
+    columns: int
+
+    def n_runs(self, n_columns: int) -> int:
+        if n_columns == 0:
+            return 0
+        return -(-n_columns // self.columns) if self.columns else 1
+
+
+def row_parts(scheme: QuantScheme) -> dict[str, RowPart]:
+    """What lies behind the codes, in file order (w4-codes 4): all but the codes, or values, themselves."""
+    if scheme.is_float:
+        return {}
+    found: dict[str, RowPart] = {}
+
+    def numbers(kind: str) -> None:
+        found[kind] = RowPart(SCALE_DTYPES[scheme.scale_dtype], scheme.group_size)
+        if scheme.is_two_level:
+            found[f"super_{kind}"] = RowPart(SCALE_DTYPES["f16"], SUPER_COLUMNS)
+
+    numbers("scales")
+    if scheme.kind == "int4z":
+        found["zero_points"] = RowPart(np.dtype("u1"), scheme.group_size)
+    if scheme.has_offsets:
+        numbers("offsets")
+    return found
+
+
 def part_sizes(scheme: QuantScheme, shape: Sequence[int]) -> dict[str, int]:
     """Parts of a tensor and their bytes, in file order (w4-codes 4).
 
@@ -103,12 +141,9 @@ def part_sizes(scheme: QuantScheme, shape: Sequence[int]) -> dict[str, int]:
     rows = n_matrices * n_tiles(n_rows) * TILE_ROWS
     if scheme.is_float:
         return {"values": rows * n_lines * 4}
-    n_scales = rows * scheme.n_groups(n_columns)
-    sizes = {"codes": rows * n_lines * 4, "scales": n_scales * SCALE_DTYPES[scheme.scale_dtype].itemsize}
-    if scheme.kind == "int4z":
-        sizes["zero_points"] = n_scales
-    if scheme.kind == "int4o":
-        sizes["offsets"] = sizes["scales"]
+    sizes = {"codes": rows * n_lines * 4}
+    for kind, part in row_parts(scheme).items():
+        sizes[kind] = rows * part.n_runs(n_columns) * part.dtype.itemsize
     return sizes
 
 
@@ -135,8 +170,8 @@ def _pad(a: Array, columns_per_dword: int, fill: int) -> Array:
 def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
     """Codes or values (n_matrices, n_rows, n_columns) -> tiled dwords (n_matrices, n_tiles, n_lines, 16).
 
-    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 takes int8, float kinds take float16, uint16 (bf16) or
-    float32.
+    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 and int8o take int8, float kinds take float16,
+    uint16 (bf16) or float32.
     """
     if scheme.bits == 4:
         c = _pad(codes, 8, pad_code(scheme)).astype(np.uint8)
@@ -144,7 +179,7 @@ def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
         halves = c.reshape(n_matrices, n_rows, n_columns // 8, 2, 4)
         packed = halves[..., 0, :] | halves[..., 1, :] << 4  # (n_matrices, n_rows, n_lines, 4) u8
         return tile(np.ascontiguousarray(packed).view("<u4")[..., 0])
-    dtype = np.dtype("i1") if scheme.kind == "int8" else VALUE_DTYPES[scheme.kind]
+    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind]
     padded = np.ascontiguousarray(_pad(codes, scheme.columns_per_dword, 0), dtype)
     return tile(padded.view("<u4"))
 
@@ -156,7 +191,7 @@ def unpack(scheme: QuantScheme, tiles: npt.NDArray[np.uint32], n_rows: int, n_co
         packed = dwords.astype("<u4")[..., None].view(np.uint8)  # (n_matrices, n_rows, n_lines, 4)
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
         return codes.reshape(*dwords.shape[:2], 8 * dwords.shape[2])[:, :n_rows, :n_columns]
-    dtype = np.dtype("i1") if scheme.kind == "int8" else VALUE_DTYPES[scheme.kind]
+    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind]
     return dwords.astype("<u4", copy=False).view(dtype)[:, :n_rows, :n_columns]
 
 
@@ -176,18 +211,28 @@ def unpack_rows(tiles: Array, n_rows: int) -> Array:
 
 
 def pack_matrix(
-    scheme: QuantScheme, codes: Array, scales: Array, zero_points: Array | None = None, offsets: Array | None = None
+    scheme: QuantScheme,
+    codes: Array,
+    scales: Array,
+    zero_points: Array | None = None,
+    offsets: Array | None = None,
+    super_scales: Array | None = None,
+    super_offsets: Array | None = None,
 ) -> dict[str, Array]:
     """The parts of a quantized matrix, or of whole tiles of its rows.
 
-    codes: (n_rows, n_columns) as `pack` takes them. scales, zero_points, offsets: (n_rows, n_groups).
+    codes: (n_rows, n_columns) as `pack` takes them. scales, zero_points, offsets: (n_rows, n_groups); super_scales,
+    super_offsets: (n_rows, n_supers). Those that the scheme has.
     """
-    dtype = SCALE_DTYPES[scheme.scale_dtype]
-    parts: dict[str, Array] = {"codes": pack(scheme, codes[None]), "scales": pack_rows(scales[None].astype(dtype))}
-    if zero_points is not None:
-        parts["zero_points"] = pack_rows(zero_points[None].astype(np.uint8))
-    if offsets is not None:
-        parts["offsets"] = pack_rows(offsets[None].astype(dtype))
+    given = {
+        "scales": scales, "zero_points": zero_points, "offsets": offsets,
+        "super_scales": super_scales, "super_offsets": super_offsets,
+    }  # fmt: skip
+    parts: dict[str, Array] = {"codes": pack(scheme, codes[None])}
+    for kind, part in row_parts(scheme).items():
+        array = given[kind]
+        assert array is not None, f"{scheme} needs {kind}"
+        parts[kind] = pack_rows(array[None].astype(part.dtype))
     return parts
 
 
@@ -210,8 +255,8 @@ def f32_to_bf16(values: F32Array) -> npt.NDArray[np.uint16]:
 def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Array]) -> F32Array:
     """float32 values of `shape` from the raw parts of a tensor (uint8 arrays), by w4-codes 5.
 
-    Every product is a float32 product of exact operands: code (or codebook entry) times scale; of int4o the offset is
-    added to it.
+    Every product is a float32 product: code (or codebook entry) times scale, and before, with super-scales, of these
+    and the bytes of the groups; of int4o and int8o the offset is added to it.
     """
     shape = tuple(shape)
     if scheme.is_float:
@@ -223,26 +268,30 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
         return bf16_to_f32(values.astype(np.uint16)) if scheme.kind == "bf16" else values.astype(np.float32)
     n_matrices, n_rows, n_columns = matrix_shape(shape)
     codes = unpack(scheme, _tiles(scheme, shape, np.ascontiguousarray(parts["codes"])), n_rows, n_columns)
-    tiled = (n_matrices, n_tiles(n_rows), scheme.n_groups(n_columns), TILE_ROWS)
+    row_parts_ = row_parts(scheme)
 
-    def per_column(part: str, dtype: np.dtype[Any]) -> F32Array:
-        rows = unpack_rows(np.ascontiguousarray(parts[part]).view(dtype).reshape(tiled), n_rows)
-        return np.repeat(rows.astype(np.float32), scheme.group_size or n_columns, axis=2)[..., :n_columns]
+    def per_column(kind: str) -> F32Array:
+        part = row_parts_[kind]
+        tiled = (n_matrices, n_tiles(n_rows), part.n_runs(n_columns), TILE_ROWS)
+        rows = unpack_rows(np.ascontiguousarray(parts[kind]).view(part.dtype).reshape(tiled), n_rows)
+        return np.repeat(rows.astype(np.float32), part.columns or n_columns, axis=2)[..., :n_columns]
 
-    scales = per_column("scales", SCALE_DTYPES[scheme.scale_dtype])
+    def numbers(kind: str) -> F32Array:
+        return per_column(kind) * per_column(f"super_{kind}") if scheme.is_two_level else per_column(kind)
+
     levels: F32Array
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
     elif scheme.kind == "int4z":
-        levels = codes.astype(np.float32) - per_column("zero_points", np.dtype("u1"))
+        levels = codes.astype(np.float32) - per_column("zero_points")
     elif scheme.kind == "int4":
         levels = codes.astype(np.float32) - np.float32(INT4_PAD)
     else:
         levels = codes.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # the scales of a file not verified may be anything
-        levels *= scales
-        if scheme.kind == "int4o":
-            levels += per_column("offsets", SCALE_DTYPES[scheme.scale_dtype])
+        levels *= numbers("scales")
+        if scheme.has_offsets:
+            levels += numbers("offsets")
     return levels.reshape(shape)
 
 

@@ -93,8 +93,8 @@ def quantize(
     """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
 
     scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or "keep"
-    for linear weights; None means keep for a checkpoint in 4 bits whose very codes and scales a scheme of the container
-    holds, else w4a16. group_size: 32, 64, 128 (default), 256, or "row" or 0.
+    for linear weights; None means keep for a checkpoint in 4 bits, and a GGUF file of any types, whose very codes and
+    scales schemes of the container hold, else w4a16. group_size: 32, 64, 128 (default), 256, or "row" or 0.
     embeddings: "int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head; None means
     int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
@@ -196,7 +196,7 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
     if linear and all(t.coding is not None and t.coding.bits == 4 for t in linear):
         return "keep"
     if source.kind == "gguf":
-        return "w4a16"
+        return "keep" if linear and all(t.coding is not None for t in quantized) else "w4a16"
     first = next((t for t in linear if t.coding is None or t.coding.bits != 4), quantized[0])
     kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
     raise UsageError(

@@ -108,10 +108,8 @@ def matrix_parts(scheme: QuantScheme, shape: tuple[int, int], parts: Mapping[str
         return as_bytes(parts[kind]) if kind in parts else empty
 
     codes_ = part("values" if scheme.is_float else "codes")
-    wide = scheme.scale_dtype == "f32"
-    return _native.MatrixParts(
-        scheme.kind, *shape, scheme.group_size, wide, codes_, part("scales"), part("zero_points"), part("offsets")
-    )
+    per_group = map(part, ("scales", "zero_points", "offsets", "super_scales", "super_offsets"))
+    return _native.MatrixParts(scheme.kind, *shape, scheme.group_size, scheme.scale_dtype, codes_, *per_group)
 
 
 def matmul(

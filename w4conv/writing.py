@@ -138,10 +138,13 @@ class _Values:
         """Codes and scales as the source has them."""
         rest: dict[str, list[Array]] = {}
         for rows, coded in self._coded_blocks(name):
-            for what, numbers in (("scale", coded.scales), ("offset", coded.offsets)):
+            for what, numbers in (
+                ("scale of group", coded.scales), ("offset of group", coded.offsets),
+                ("super-scale", coded.super_scales), ("super-offset", coded.super_offsets),
+            ):  # fmt: skip
                 if numbers is not None and not np.isfinite(numbers).all():
                     row, group = np.argwhere(~np.isfinite(numbers))[0].tolist()
-                    raise self._bad(f"{name}: the {what} of group {group} of row {rows.start + row} is NaN or infinite")
+                    raise self._bad(f"{name}: the {what} {group} of row {rows.start + row} is NaN or infinite")
             parts = coded.parts(scheme)
             self._writer.write(name, "codes", parts.pop("codes"))
             for kind, part in parts.items():

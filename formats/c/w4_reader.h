@@ -1,4 +1,4 @@
-/* w4_reader.h - a reader of .w4 containers, version 1.0, in C99 and nothing else.
+/* w4_reader.h - a reader of .w4 containers, versions 1.0 and 1.1, in C99 and nothing else.
  *
  * It follows w4-container.md and w4-codes.md from their text alone, and checks in the order of w4-container 7.6. A file is
  * given as memory (read or mapped), checked, searched and dequantized; weights are used in place. In one source file:
@@ -33,14 +33,20 @@ extern "C" {
 #endif
 
 #define W4_MAJOR 1
-#define W4_MINOR 0
+#define W4_MINOR 1
 #define W4_NO_MEMORY (-1)
 #define W4_MAX_RANK 8
 
 typedef enum {
-    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_INT8, W4_F16, W4_BF16, W4_F32, W4_N_SCHEMES
+    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_IQ4NL, W4_INT8, W4_INT8O, W4_F16, W4_BF16, W4_F32,
+    W4_N_SCHEMES
 } w4_scheme;
-typedef enum { W4_CODES, W4_SCALES, W4_ZERO_POINTS, W4_OFFSETS, W4_VALUES } w4_kind;
+typedef enum {
+    W4_CODES, W4_SCALES, W4_SUPER_SCALES, W4_ZERO_POINTS, W4_OFFSETS, W4_SUPER_OFFSETS, W4_VALUES
+} w4_kind;
+typedef enum { W4_SCALE_F16, W4_SCALE_F32, W4_SCALE_I8 } w4_scale; /* I8: a byte times a super-scale */
+
+#define W4_MAX_PARTS 5
 
 typedef struct {
     w4_kind kind;
@@ -59,13 +65,14 @@ typedef struct {
     w4_name source_dtype;
     w4_scheme scheme;
     uint32_t group_size; /* 0: the whole row, or no groups */
-    int scale_is_f32;
+    w4_scale scale;
     uint32_t rank;
     uint64_t shape[W4_MAX_RANK]; /* outermost axis first */
     uint64_t n_matrices, n_rows, n_columns; /* rank 0 and 1 count as one row */
     uint64_t n_groups; /* of a row */
+    uint64_t n_supers; /* super-scales of a row; 0 unless scale is W4_SCALE_I8 */
     uint32_t n_parts;
-    w4_part parts[3];
+    w4_part parts[W4_MAX_PARTS];
 } w4_tensor;
 
 typedef struct {
@@ -78,7 +85,7 @@ typedef struct {
     const uint8_t *bytes;
     uint64_t nbytes;
     uint64_t index_nbytes, data_offset, data_nbytes;
-    uint32_t n_parts, n_sources;
+    uint32_t minor, n_parts, n_sources;
     uint32_t n_blobs, n_tensors;
     w4_blob *blobs;
     w4_tensor *tensors; /* in the order of the file */
@@ -279,6 +286,7 @@ static int w4__header(w4_file *f) {
     if (w4__u16(p + 8) != W4_MAJOR || w4__u16(p + 10) > W4_MINOR) return W4__CLAUSE(2, 3);
     if (!w4__digest_is(p, 96, p + 96)) return W4__CLAUSE(2, 12);
     if (w4__u32(p + 12) != 128) return W4__CLAUSE(2, 4);
+    f->minor = w4__u16(p + 10);
     f->index_nbytes = w4__u64(p + 24);
     f->data_offset = w4__u64(p + 32);
     f->data_nbytes = w4__u64(p + 40);
@@ -651,13 +659,15 @@ static int w4__provenance(const w4_file *f, const uint8_t *object) { /* 3.5 */
 
 /* w4-codes 2: schemes. */
 
-static const char *const w4__scheme_names[W4_N_SCHEMES] = {"int4", "int4z", "int4o", "nf4", "fp4",
-                                                           "e2m1", "int8",  "f16",   "bf16", "f32"};
-static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 8, 16, 16, 32};
+static const char *const w4__scheme_names[W4_N_SCHEMES] = {"int4",  "int4z", "int4o", "nf4", "fp4",  "e2m1",
+                                                           "iq4nl", "int8",  "int8o", "f16", "bf16", "f32"};
+static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 4, 8, 8, 16, 16, 32};
 
 const char *w4_scheme_name(w4_scheme scheme) { return w4__scheme_names[scheme]; }
 
 static int w4__is_float(w4_scheme scheme) { return scheme >= W4_F16; }
+
+static int w4__has_offsets(w4_scheme scheme) { return scheme == W4_INT4O || scheme == W4_INT8O; }
 
 /* 2.3 */
 static const uint32_t w4__nf4[16] = {0xbf800000u, 0xbf3239b1u, 0xbf066b30u, 0xbeca32a0u, 0xbe91a24du, 0xbe3d353fu,
@@ -669,26 +679,37 @@ static const uint32_t w4__fp4[16] = {0x00000000u, 0x3baaaaabu, 0x3f2aaaabu, 0x3f
 static const uint32_t w4__e2m1[16] = {0x00000000u, 0x3f000000u, 0x3f800000u, 0x3fc00000u, 0x40000000u, 0x40400000u,
                                       0x40800000u, 0x40c00000u, 0x80000000u, 0xbf000000u, 0xbf800000u, 0xbfc00000u,
                                       0xc0000000u, 0xc0400000u, 0xc0800000u, 0xc0c00000u};
+static const uint32_t w4__iq4nl[16] = {0xc2fe0000u, 0xc2d00000u, 0xc2a60000u, 0xc2820000u, 0xc2440000u, 0xc20c0000u,
+                                       0xc1b00000u, 0xc1200000u, 0x3f800000u, 0x41500000u, 0x41c80000u, 0x42180000u,
+                                       0x42540000u, 0x428a0000u, 0x42b20000u, 0x42e20000u};
 
 static const uint32_t *w4__codebook(w4_scheme scheme) { /* or NULL */
-    return scheme == W4_NF4 ? w4__nf4 : scheme == W4_FP4 ? w4__fp4 : scheme == W4_E2M1 ? w4__e2m1 : NULL;
+    return scheme == W4_NF4     ? w4__nf4
+           : scheme == W4_FP4   ? w4__fp4
+           : scheme == W4_E2M1  ? w4__e2m1
+           : scheme == W4_IQ4NL ? w4__iq4nl
+                                : NULL;
 }
 
 enum { W4__CODEBOOK, W4__GROUP_SIZE, W4__NAME, W4__PARTS, W4__SCALE_DTYPE, W4__SCHEME, W4__SHAPE, W4__SOURCE_DTYPE };
 
-static int w4__scheme(w4_tensor *t, const uint8_t *const *values) { /* 3.7 */
+static int w4__scheme(w4_tensor *t, const uint8_t *const *values, uint32_t minor) { /* 3.7 */
+    static const char *const scales[] = {"f16", "f32", "i8"};
     uint64_t group_size;
     const uint32_t *table;
-    int scheme = 0;
+    int scheme = 0, scale = 0;
     while (scheme < W4_N_SCHEMES && !w4__is(values[W4__SCHEME], w4__scheme_names[scheme])) scheme++;
     if (scheme == W4_N_SCHEMES) return 0;
     t->scheme = (w4_scheme)scheme;
     if (w4__is_float(t->scheme)) return 1;
-    t->scale_is_f32 = w4__is(values[W4__SCALE_DTYPE], "f32");
-    if (!t->scale_is_f32 && !w4__is(values[W4__SCALE_DTYPE], "f16")) return 0;
+    while (scale < 3 && !w4__is(values[W4__SCALE_DTYPE], scales[scale])) scale++;
+    if (scale == 3) return 0;
+    t->scale = (w4_scale)scale;
     if (!w4__integer(values[W4__GROUP_SIZE], 256, &group_size)) return 0;
-    if (group_size != 0 && group_size != 32 && group_size != 64 && group_size != 128 && group_size != 256) return 0;
+    if (group_size != 0 && (group_size < 16 || (group_size & (group_size - 1)))) return 0;
     t->group_size = (uint32_t)group_size;
+    if (t->scale == W4_SCALE_I8 && (group_size == 0 || group_size == 256)) return 0; /* w4-codes 2.5 */
+    if (minor < 1 && (t->scale == W4_SCALE_I8 || group_size == 16 || scheme == W4_IQ4NL || scheme == W4_INT8O)) return 0;
     table = w4__codebook(t->scheme);
     if (table) {
         const uint8_t *entry = values[W4__CODEBOOK];
@@ -722,6 +743,7 @@ static int w4__shape(w4_tensor *t, const uint8_t *array) { /* 3.8; w4-codes 1.1 
     for (i = 0; i + 2 < t->rank; i++) t->n_matrices *= t->shape[i];
     if (!w4__is_float(t->scheme) && t->n_columns)
         t->n_groups = t->group_size ? (t->n_columns + t->group_size - 1) / t->group_size : 1;
+    if (t->scale == W4_SCALE_I8) t->n_supers = (t->n_columns + 255) / 256;
     return 1;
 }
 
@@ -732,26 +754,41 @@ static uint64_t w4__n_lines(const w4_tensor *t) { /* w4-codes 3.2 */
     return (t->n_columns + per_dword - 1) / per_dword;
 }
 
-static uint64_t w4__n_padded_scales(const w4_tensor *t) { return t->n_matrices * w4__n_tiles(t) * t->n_groups * 16; }
+static int w4__is_super(w4_kind kind) { return kind == W4_SUPER_SCALES || kind == W4_SUPER_OFFSETS; }
 
-static uint32_t w4__part_sizes(const w4_tensor *t, w4_kind kinds[3], uint64_t sizes[3]) { /* w4-codes 4.1 */
+/* w4-codes 3.4, of a part behind the codes: bytes of a number, and numbers of a row. */
+static uint32_t w4__width(const w4_tensor *t, w4_kind kind) {
+    if (kind == W4_ZERO_POINTS) return 1;
+    if (w4__is_super(kind) || t->scale == W4_SCALE_F16) return 2;
+    return t->scale == W4_SCALE_F32 ? 4 : 1;
+}
+
+static uint64_t w4__n_runs(const w4_tensor *t, w4_kind kind) { return w4__is_super(kind) ? t->n_supers : t->n_groups; }
+
+/* w4-codes 4.1 */
+static uint32_t w4__part_sizes(const w4_tensor *t, w4_kind kinds[W4_MAX_PARTS], uint64_t sizes[W4_MAX_PARTS]) {
     uint64_t tiled = t->n_matrices * w4__n_tiles(t) * w4__n_lines(t) * 64;
+    uint32_t n = 1, i;
     kinds[0] = w4__is_float(t->scheme) ? W4_VALUES : W4_CODES;
     sizes[0] = t->rank < 2 ? t->n_columns * (w4__bits[t->scheme] / 8) : tiled;
     if (w4__is_float(t->scheme)) return 1;
-    kinds[1] = W4_SCALES;
-    sizes[1] = w4__n_padded_scales(t) * (t->scale_is_f32 ? 4 : 2);
-    kinds[2] = t->scheme == W4_INT4O ? W4_OFFSETS : W4_ZERO_POINTS;
-    sizes[2] = t->scheme == W4_INT4O ? sizes[1] : w4__n_padded_scales(t);
-    return t->scheme == W4_INT4Z || t->scheme == W4_INT4O ? 3 : 2;
+    kinds[n++] = W4_SCALES;
+    if (t->scale == W4_SCALE_I8) kinds[n++] = W4_SUPER_SCALES;
+    if (t->scheme == W4_INT4Z) kinds[n++] = W4_ZERO_POINTS;
+    if (w4__has_offsets(t->scheme)) kinds[n++] = W4_OFFSETS;
+    if (w4__has_offsets(t->scheme) && t->scale == W4_SCALE_I8) kinds[n++] = W4_SUPER_OFFSETS;
+    for (i = 1; i < n; i++)
+        sizes[i] = t->n_matrices * w4__n_tiles(t) * w4__n_runs(t, kinds[i]) * 16 * w4__width(t, kinds[i]);
+    return n;
 }
 
 static int w4__parts(w4__walk *w, w4_tensor *t, const uint8_t *array) { /* 3.9 */
     static const char *const keys[] = {"kind", "nbytes", "offset"},
-                             *const names[] = {"codes", "scales", "zero_points", "offsets", "values"};
+                             *const names[] = {"codes",   "scales",        "super_scales", "zero_points",
+                                               "offsets", "super_offsets", "values"};
     const uint8_t *p, *values[3];
-    w4_kind kinds[3];
-    uint64_t sizes[3], nbytes;
+    w4_kind kinds[W4_MAX_PARTS];
+    uint64_t sizes[W4_MAX_PARTS], nbytes;
     uint32_t n = w4__part_sizes(t, kinds, sizes);
     if (t->rank < 2 && !w4__is_float(t->scheme)) return W4__CLAUSE(3, 9); /* w4-codes 2.4 */
     if (*array != '[' || w4__count(array) != n) return W4__CLAUSE(3, 9);
@@ -777,7 +814,7 @@ static int w4__tensor(w4__walk *w, w4_tensor *t, const uint8_t *object) { /* 3.6
     const uint8_t *v[8];
     int known = w4__members(object, keys, 8, v), has_groups, has_codebook;
     if (*object != '{' || !w4__name(v[W4__NAME], 0, &t->name)) return W4__CLAUSE(3, 6);
-    if (!w4__scheme(t, v)) return W4__CLAUSE(3, 7);
+    if (!w4__scheme(t, v, w->file->minor)) return W4__CLAUSE(3, 7);
     has_groups = !w4__is_float(t->scheme);
     has_codebook = w4__codebook(t->scheme) != NULL;
     if (!known || !v[W4__PARTS] || !v[W4__SHAPE] || !v[W4__SOURCE_DTYPE]) return W4__CLAUSE(3, 6);
@@ -902,13 +939,13 @@ static int w4__code_padding(const w4_tensor *t, const uint8_t *p) { /* 4.5, code
 
 static int w4__group_padding(const w4_tensor *t, w4_kind kind, const uint8_t *p) { /* 4.5, 4.6; w4-codes 3.4 */
     uint64_t matrix, tile, group;
-    uint32_t width = kind == W4_ZERO_POINTS ? 1 : t->scale_is_f32 ? 4 : 2, row;
+    uint32_t width = w4__width(t, kind), row;
     int dirty = 0;
     for (matrix = 0; matrix < t->n_matrices; matrix++)
         for (tile = 0; tile < w4__n_tiles(t); tile++)
-            for (group = 0; group < t->n_groups; group++)
+            for (group = 0; group < w4__n_runs(t, kind); group++)
                 for (row = 0; row < 16; row++, p += width) {
-                    if (width == 1 && *p > 15) return W4__CLAUSE(4, 6);
+                    if (kind == W4_ZERO_POINTS && *p > 15) return W4__CLAUSE(4, 6);
                     if (width == 2 && (w4__u16(p) & 0x7C00u) == 0x7C00u) return W4__CLAUSE(4, 6);
                     if (width == 4 && (w4__u32(p) & 0x7F800000u) == 0x7F800000u) return W4__CLAUSE(4, 6);
                     if (16 * tile + row >= t->n_rows) dirty |= !w4__all_zero(p, width);
@@ -1025,16 +1062,28 @@ static float w4__f16(uint32_t bits) {
     return (sign ? -1.0f : 1.0f) * ((float)fraction * w4__f32(0x33800000u));
 }
 
-static float w4__scale(const w4_tensor *t, const uint8_t *p, uint64_t group) { /* or an offset */
-    return t->scale_is_f32 ? w4__f32(w4__u32(p + 64 * group)) : w4__f16(w4__u16(p + 32 * group));
+static int w4__i8(uint32_t byte) { return byte > 127 ? (int)byte - 256 : (int)byte; }
+
+static float w4__scale(const w4_tensor *t, const uint8_t *p, const uint8_t *supers, uint64_t group) { /* or an offset */
+    if (t->scale == W4_SCALE_F32) return w4__f32(w4__u32(p + 64 * group));
+    if (t->scale == W4_SCALE_F16) return w4__f16(w4__u16(p + 32 * group));
+    return w4__f16(w4__u16(supers + 32 * (group * t->group_size / 256))) * (float)w4__i8(p[16 * group]); /* 2.5 */
+}
+
+/* Where a row of a part behind the codes begins. NULL: the tensor has no such part. */
+static const uint8_t *w4__row_part(const w4_file *f, const w4_tensor *t, w4_kind kind, uint64_t tile, uint64_t lane) {
+    uint32_t i = 0;
+    while (i < t->n_parts && t->parts[i].kind != kind) i++;
+    if (i == t->n_parts) return NULL;
+    return f->bytes + t->parts[i].offset + (tile * w4__n_runs(t, kind) * 16 + lane) * w4__width(t, kind);
 }
 
 uint64_t w4_n_rows(const w4_tensor *t) { return t->n_matrices * t->n_rows; }
 
 void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
-    const uint8_t *raw = f->bytes + t->parts[0].offset, *scales = NULL, *third = NULL;
+    const uint8_t *raw = f->bytes + t->parts[0].offset, *scales, *supers, *points, *offsets, *super_offsets;
     uint32_t bits = w4__bits[t->scheme], per_dword = 32 / bits;
-    uint64_t matrix, within, tile, lane, width, k;
+    uint64_t matrix, within, tile, lane, k;
     if (row >= w4_n_rows(t)) return;
     if (t->rank < 2) { /* 3.1: one after another */
         for (k = 0; k < t->n_columns; k++)
@@ -1047,10 +1096,11 @@ void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
     tile = matrix * w4__n_tiles(t) + within / 16;
     lane = within % 16;
     raw += (tile * w4__n_lines(t) * 16 + lane) * 4;
-    width = t->scale_is_f32 ? 4 : 2;
-    if (t->n_parts > 1) scales = f->bytes + t->parts[1].offset + (tile * t->n_groups * 16 + lane) * width;
-    if (t->scheme != W4_INT4O) width = 1;
-    if (t->n_parts > 2) third = f->bytes + t->parts[2].offset + (tile * t->n_groups * 16 + lane) * width;
+    scales = w4__row_part(f, t, W4_SCALES, tile, lane);
+    supers = w4__row_part(f, t, W4_SUPER_SCALES, tile, lane);
+    points = w4__row_part(f, t, W4_ZERO_POINTS, tile, lane);
+    offsets = w4__row_part(f, t, W4_OFFSETS, tile, lane);
+    super_offsets = w4__row_part(f, t, W4_SUPER_OFFSETS, tile, lane);
     for (k = 0; k < t->n_columns; k++) {
         uint32_t dword = w4__u32(raw + k / per_dword * 64), column = (uint32_t)(k % per_dword), code;
         uint64_t group = t->group_size ? k / t->group_size : 0;
@@ -1066,16 +1116,16 @@ void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
             continue;
         }
         code = bits == 4 ? dword >> (8 * (column % 4) + 4 * (column / 4)) & 15u : dword >> 8 * column & 255u;
-        scale = w4__scale(t, scales, group);
+        scale = w4__scale(t, scales, supers, group);
         switch (t->scheme) {
             case W4_INT4: level = (float)((int)code - 8); break;
-            case W4_INT4Z: level = (float)((int)code - (int)third[16 * group]); break;
+            case W4_INT4Z: level = (float)((int)code - (int)points[16 * group]); break;
             case W4_INT4O: level = (float)code; break;
-            case W4_NF4: case W4_FP4: case W4_E2M1: level = w4__f32(w4__codebook(t->scheme)[code]); break;
-            default: level = (float)(code > 127 ? (int)code - 256 : (int)code); break;
+            case W4_NF4: case W4_FP4: case W4_E2M1: case W4_IQ4NL: level = w4__f32(w4__codebook(t->scheme)[code]); break;
+            default: level = (float)w4__i8(code); break;
         }
         product = level * scale; /* 5.1 */
-        out[k] = t->scheme == W4_INT4O ? product + w4__scale(t, third, group) : product;
+        out[k] = offsets ? product + w4__scale(t, offsets, super_offsets, group) : product;
     }
 }
 

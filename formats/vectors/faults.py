@@ -61,7 +61,7 @@ def header_faults() -> Iterator[Fault]:
     yield Fault("sent-as-text", "2.2", ("2.2/1",), raw.replace(b"\r\n", b"\n"))
     yield Fault("seven-bits", "2.2", ("2.2/1",), b"\x09" + raw[1:])
     yield field("next-major", "2.3/1", major=2)
-    yield field("next-minor", "2.3/1", minor=1)
+    yield field("next-minor", "2.3/1", minor=2)
     yield field("major-0", "2.3/1", major=0)
     yield Fault(
         "version-comes-first", "2.3", ("2.3/1",),
@@ -415,6 +415,57 @@ def data_faults() -> Iterator[Fault]:
     raw[-33] ^= 1
     raw[-32 * 6] ^= 1
     yield Fault("bit-of-part-digest", "5.3", ("5.3/1",), bytes(raw))
+
+
+def faults_of_1_1() -> Iterator[Fault]:
+    """What version 1.1 adds: in a file that says 1.0, and broken."""
+
+    def file_of(*arguments: Any, minor: int | None = None, change: Change | None = None) -> bytes:
+        file = make([tensor("w", *arguments)])
+        if change:
+            change(file.index)
+        return put_together(file, header={} if minor is None else {"minor": minor})
+
+    w = ("tensors", 0)
+    for name, arguments in {
+        "iq4nl": ((3, 9), "iq4nl", 32), "int8o": ((3, 9), "int8o", 32), "group-of-16": ((3, 9), "int4", 16),
+        "two-levels": ((3, 9), "int4", 32, "i8"),
+    }.items():  # fmt: skip
+        yield Fault(f"{name}-in-1.0", "3.7", ("3.7/5",), file_of(*arguments, minor=0))
+    two = ((3, 300), "int4o", 32, "i8")
+    for size in (0, 256):
+        change = put(*w, "group_size", to=size)
+        yield Fault(f"two-levels-of-{size}", "3.7", ("codes 2.5/1",), file_of(*two, change=change))
+    for name, size in (("group-size-8", 8), ("group-size-24", 24)):
+        yield Fault(name, "3.7", ("3.7/2",), file_of((3, 9), "int4", 16, change=put(*w, "group_size", to=size)))
+    iq4nl = tensor("w", (3, 9), "iq4nl", 32)
+    wrong = [*iq4nl.entry["codebook"][:15], "42e20001"]
+    yield Fault(
+        "codebook-of-iq4nl", "3.7", ("3.7/4",), file_of((3, 9), "iq4nl", 32, change=put(*w, "codebook", to=wrong))
+    )
+    yield Fault("super-scales-missing", "3.9", ("3.9/2",), file_of(*two, change=drop(*w, "parts", 2)))
+    yield Fault(
+        "super-scales-last", "3.9", ("3.9/2",),
+        file_of(*two, change=lambda index: index["tensors"][0]["parts"].append(index["tensors"][0]["parts"].pop(2))),
+    )  # fmt: skip
+    yield Fault("super-scales-too-many", "3.9", ("3.9/2",), file_of(*two, change=put(*w, "parts", 2, "nbytes", to=160)))
+    yield Fault("super-scales-of-f16", "3.9", ("3.9/2",), file_of(*two, change=put(*w, "scale_dtype", to="f16")))
+    int4o, int8o = tensor("w", *two), tensor("w", (3, 5), "int8o", 16)
+    for name, must, t, kind, at, change_to in (
+        ("row-padding-of-sub-scales", "4.5/1", int4o, "scales", 3, b"\1"),
+        ("row-padding-of-super-scales-is-minus-0", "4.5/1", int4o, "super_scales", 2 * 3 + 1, b"\x80"),
+        ("row-padding-of-sub-offsets", "4.5/1", int4o, "offsets", 16 + 3, b"\1"),
+        ("row-padding-of-super-offsets", "4.5/1", int4o, "super_offsets", 2 * 3, b"\1"),
+        ("super-scale-infinite", "4.6/1", int4o, "super_scales", 0, b"\x00\x7c"),
+        ("super-offset-nan", "4.6/1", int4o, "super_offsets", 32, b"\x01\xfe"),
+        ("column-padding-int8o", "4.5/1", int8o, "codes", 64 + 1, b"\1"),
+        ("row-padding-iq4nl", "4.5/1", iq4nl, "codes", 4 * 15, b"\x08"),
+    ):  # fmt: skip
+        file = make([t])
+        start = file.places[list(t.parts).index(kind)][0] + at
+        assert bytes(file.section[start : start + len(change_to)]) != change_to
+        file.section[start : start + len(change_to)] = change_to
+        yield Fault(name, must.split("/")[0], (must,), put_together(file), "verify")
 
 
 def data_order_faults() -> Iterator[Fault]:

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from faults import data_faults, header_faults, index_faults, order_faults, text_faults
+from faults import data_faults, faults_of_1_1, header_faults, index_faults, order_faults, text_faults
 from sound import example, released, valid
 from writer import File, Index, digest, put_together
 
 HERE = Path(__file__).parent
-VERSION = "1.0"
+VERSIONS = ("1.0", "1.1")
 
 # MUSTs that no file can break, since they bind programs; each has a test.
 OBLIGATIONS = {
@@ -60,12 +60,13 @@ def qualified(must: str) -> str:
 def everything() -> dict[str, bytes]:
     """Path below this folder -> content, compat/ aside."""
     files: dict[str, bytes] = {}
-    manifest: Index = {"format": f"w4-container {VERSION}", "valid": [], "invalid": [], "obligations": OBLIGATIONS}
+    manifest: Index = {"format": f"w4-container {VERSIONS[-1]}", "valid": [], "invalid": [], "obligations": OBLIGATIONS}
     for name, about, file in [*valid(), ("worked-example", "the file of w4-container 8", example())]:
         path = f"valid/{name}.w4"
         files[path] = put_together(file)
         manifest["valid"].append({"file": path, "about": about, **describe(files[path], file)})
-    for fault in [*header_faults(), *text_faults(), *index_faults(), *order_faults(), *data_faults()]:
+    makers = (header_faults, text_faults, index_faults, order_faults, data_faults, faults_of_1_1)
+    for fault in [fault for maker in makers for fault in maker()]:
         path = f"invalid/{fault.clause}-{fault.name}.w4.gz"
         chapter, number = fault.clause.split(".")
         entry = {
@@ -76,12 +77,16 @@ def everything() -> dict[str, bytes]:
         assert path not in files
         files[path] = fault.raw
         manifest["invalid"].append(entry)
-    kept = released()
-    path = f"compat/{VERSION}/every-scheme.w4"
-    files[path] = put_together(kept)
-    manifest["compat"] = [
-        {"file": path, "about": "a tensor of every scheme, with both kinds of scales", **describe(files[path], kept)}
-    ]
+    manifest["compat"] = []
+    about = {
+        "1.0": "a tensor of every scheme, with both kinds of scales",
+        "1.1": "what is new: every scheme under scales of two levels, and in groups of 16",
+    }
+    for version in VERSIONS:
+        kept = released(version)
+        path = f"compat/{version}/every-scheme.w4"
+        files[path] = put_together(kept)
+        manifest["compat"].append({"file": path, "about": about[version], **describe(files[path], kept)})
     files["manifest.json"] = json.dumps(manifest, indent=1, ensure_ascii=True).encode() + b"\n"
     return files
 

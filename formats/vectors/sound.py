@@ -6,7 +6,7 @@ import copy
 import struct
 from collections.abc import Iterator
 
-from writer import BITS, FLOATS, File, digest, make, provenance, spell, tensor
+from writer import BITS, FLOATS, NEW_IN_1_1, File, digest, make, provenance, spell, tensor
 
 
 def valid() -> Iterator[tuple[str, str, File]]:
@@ -54,6 +54,38 @@ def valid() -> Iterator[tuple[str, str, File]]:
                 ]
             ),
         )
+    for scheme in ("iq4nl", "int8o"):
+        yield (
+            f"{scheme}",
+            f"every group size and scale type of {scheme}, the last group short",
+            make(
+                [
+                    tensor(f"g{g} {dtype}", (rows, k), scheme, g, dtype)
+                    for g, rows, k in (
+                        (16, 5, 35),
+                        (32, 17, 69),
+                        (64, 3, 65),
+                        (128, 2, 131),
+                        (256, 1, 257),
+                        (0, 18, 21),
+                    )
+                    for dtype in ("f16", "f32", "i8")
+                    if dtype != "i8" or 0 < g < 256
+                ]
+            ),
+        )
+    yield "groups-of-16", "the size of groups that version 1.1 adds", make(
+        [tensor(f"{s} {d}", (3, 37), s, 16, d) for s in BITS if s not in FLOATS for d in ("f16", "f32")]
+    )  # fmt: skip
+    sizes, empty = ((16, 257), (32, 300), (64, 256), (128, 513)), ((0, 7), (7, 0), (0, 2, 0))
+    yield "two-levels", "sub-scales under super-scales, of every scheme and group size, with short ends", make(
+        [tensor(f"{s} g{g} {k}", (2, k), s, g, "i8") for s in BITS if s not in FLOATS for g, k in sizes]
+        + [tensor(f"{s} three", (2, 17, 5), s, 32, "i8") for s in ("int4z", "int4o", "int8o")]
+        + [tensor(f"{s} {shape}", shape, s, 16, "i8") for s in ("int4o", "int8") for shape in empty]
+    )  # fmt: skip
+    yield "version-1.1-of-a-file-of-1.0", "a file that says 1.1 and needs no more than 1.0", later(
+        make([tensor("w", (2, 9), "int4", 32)])
+    )  # fmt: skip
     yield "tails", "columns and rows around the size of a dword, a group and a tile", make(
         [tensor(f"{n} x {k}", (n, k), "int4", 32) for n, k in
          ((1, 1), (15, 7), (16, 8), (17, 9), (1, 31), (1, 32), (1, 33), (33, 2))]
@@ -150,12 +182,24 @@ def example() -> File:
     return file
 
 
-def released() -> File:
-    """The file of compat/ for this version."""
+def later(file: File) -> File:
+    file.minor = 1
+    return file
+
+
+def released(version: str) -> File:
+    """The file of compat/ for a version."""
+    schemes = [s for s in BITS if s not in FLOATS]
+    if version == "1.1":
+        return make(
+            [tensor(f"{s} {g}", (3, 277), s, g, "i8") for s in schemes for g in (16, 32)]
+            + [tensor(f"{s} 16 f16", (3, 21), s, 16) for s in schemes],
+            {"config.json": b"{}", "b": b"bb"},
+        )
     tensors = [
         tensor(f"{scheme} {dtype}", (3, 21), scheme, size, dtype)
-        for scheme in BITS
-        if scheme not in FLOATS
+        for scheme in schemes
+        if scheme not in NEW_IN_1_1
         for size, dtype in ((32, "f16"), (0, "f32"))
     ]
     return make([*tensors, *(tensor(s, (3, 5), s) for s in FLOATS)], {"config.json": b"{}", "b": b"bb"})

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 BITS = {
     "int4": 4, "int4z": 4, "int4o": 4, "nf4": 4, "fp4": 4, "e2m1": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32,
+    "iq4nl": 4, "int8o": 8,  # from version 1.1 on
 }  # fmt: skip
 FLOATS = ("f16", "bf16", "f32")
 PAD = {"int4": 8, "int4z": 8, "nf4": 7}  # w4-codes 3.5; 0 for the others
@@ -33,8 +34,13 @@ _E2M1 = (
     "00000000 3f000000 3f800000 3fc00000 40000000 40400000 40800000 40c00000 "
     "80000000 bf000000 bf800000 bfc00000 c0000000 c0400000 c0800000 c0c00000"
 )
+_IQ4NL = (
+    "c2fe0000 c2d00000 c2a60000 c2820000 c2440000 c20c0000 c1b00000 c1200000 "
+    "3f800000 41500000 41c80000 42180000 42540000 428a0000 42b20000 42e20000"
+)
 NF4, FP4 = _NF4.split(), _FP4.split()  # w4-codes 2.3
-CODEBOOKS = {"nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split()}
+CODEBOOKS = {"nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split(), "iq4nl": _IQ4NL.split()}
+NEW_IN_1_1 = ("iq4nl", "int8o")
 
 Index = dict[str, Any]
 
@@ -102,35 +108,50 @@ def tensor(
     n_scales = n_matrices * n_rows * n_groups
     bits = list(scales) * n_scales if scales else scale_bits(f"scales {name} {scheme}", n_scales, scale_dtype)
     zeros = [b & 15 for b in noise(f"zeros {name} {scheme}", n_scales)]
-    offsets = scale_bits(f"offsets {name} {scheme}", n_scales, scale_dtype) if scheme == "int4o" else []
-    per_scale, float_type = (struct.Struct("<H"), "<f2") if scale_dtype == "f16" else (struct.Struct("<I"), "<f4")
+    has_offsets = scheme in ("int4o", "int8o")
+    offsets = scale_bits(f"offsets {name} {scheme}", n_scales, scale_dtype) if has_offsets else []
+    letter, number_type = {"f16": ("<H", "<f2"), "f32": ("<I", "<f4"), "i8": ("<B", "i1")}[scale_dtype]
+    per_scale, half = struct.Struct(letter), struct.Struct("<H")
+    n_supers = up(n_columns, 256) // 256  # w4-codes 2.5
+    supers = scale_bits(f"super scales {name} {scheme}", n_matrices * n_rows * n_supers, "f16")
+    super_offsets = scale_bits(f"super offsets {name} {scheme}", n_matrices * n_rows * n_supers, "f16")
 
-    def number(bits: int) -> np.float32:
-        return np.float32(np.frombuffer(per_scale.pack(bits), float_type)[0])
+    def number(bits: int, above: Sequence[int], i: int) -> np.float32:
+        """A scale or an offset; i: of the value that it belongs to."""
+        found = np.float32(np.frombuffer(per_scale.pack(bits), number_type)[0])
+        if scale_dtype != "i8":
+            return found
+        place = i // n_columns * n_supers + i % n_columns // 256
+        return found * np.float32(np.frombuffer(half.pack(above[place]), "<f2")[0])
 
-    codes_of = list(raw) if scheme == "int8" else [b & 15 for b in raw]
+    codes_of = list(raw) if BITS[scheme] == 8 else [b & 15 for b in raw]
 
     values = bytearray()
     with np.errstate(over="ignore"):
         for i, code in enumerate(codes_of):
             group = i // n_columns * n_groups + i % n_columns // size
-            value = level(scheme, code, zeros[group]) * number(bits[group])
-            if scheme == "int4o":
-                value = value + number(offsets[group])
+            value = level(scheme, code, zeros[group]) * number(bits[group], supers, i)
+            if has_offsets:
+                value = value + number(offsets[group], super_offsets, i)
             values += value.astype("<f4").tobytes()
 
-    if scheme == "int8":
+    if BITS[scheme] == 8:
         packed = tiles([bytes([c]) for c in codes_of], b"\0", n_matrices, n_rows, n_columns)
     else:
         packed = nibble_tiles(codes_of, PAD.get(scheme, 0), n_matrices, n_rows, n_columns)
-    parts = {
-        "codes": packed,
-        "scales": per_group([per_scale.pack(b) for b in bits[:n_scales]], n_matrices, n_rows, n_groups, per_scale.size),
-    }
+
+    def grouped(numbers: Sequence[int], cell: struct.Struct, n: int) -> bytes:
+        return per_group([cell.pack(b) for b in numbers], n_matrices, n_rows, n, cell.size)
+
+    parts = {"codes": packed, "scales": grouped(bits[:n_scales], per_scale, n_groups)}
+    if scale_dtype == "i8":
+        parts["super_scales"] = grouped(supers, half, n_supers)
     if scheme == "int4z":
         parts["zero_points"] = per_group([bytes([z]) for z in zeros], n_matrices, n_rows, n_groups, 1)
-    if scheme == "int4o":
-        parts["offsets"] = per_group([per_scale.pack(b) for b in offsets], n_matrices, n_rows, n_groups, per_scale.size)
+    if has_offsets:
+        parts["offsets"] = grouped(offsets, per_scale, n_groups)
+    if has_offsets and scale_dtype == "i8":
+        parts["super_offsets"] = grouped(super_offsets, half, n_supers)
     return Tensor(entry, parts, bytes(values))
 
 
@@ -138,7 +159,7 @@ def level(scheme: str, code: int, zero: int) -> np.float32:
     """w4-codes 2.1"""
     if scheme in CODEBOOKS:
         return np.frombuffer(bytes.fromhex(CODEBOOKS[scheme][code]), ">f4")[0].astype(np.float32)
-    if scheme == "int8":
+    if BITS[scheme] == 8:
         return np.float32(code - 256 if code > 127 else code)
     return np.float32(code - {"int4z": zero, "int4o": 0}.get(scheme, 8))
 
@@ -187,6 +208,8 @@ def per_group(cells: Sequence[bytes], n_matrices: int, n_rows: int, n_groups: in
 def scale_bits(seed: str, n: int, dtype: str) -> list[int]:
     """Finite scales of either sign and moderate size."""
     raw = struct.unpack(f"<{n}I", noise(seed, 4 * n))
+    if dtype == "i8":
+        return [b & 255 for b in raw]
     if dtype == "f16":
         return [(b & 0x83FF) | (8 + (b >> 16) % 10) << 10 for b in raw]
     return [(b & 0x807FFFFF) | (118 + (b >> 23) % 12) << 23 for b in raw]
@@ -217,6 +240,12 @@ class File:
     places: list[tuple[int, int]]
     sources: list[bytes]
     values: list[Tensor] = field(default_factory=list)
+    minor: int = 0
+
+
+def needs_1_1(entry: Index) -> bool:
+    """w4-codes 2.1, 2.2, 2.5"""
+    return entry["scheme"] in NEW_IN_1_1 or entry.get("group_size") == 16 or entry.get("scale_dtype") == "i8"
 
 
 def provenance(n_sources: int = 1, **more: object) -> Index:
@@ -243,7 +272,7 @@ def make(tensors: Sequence[Tensor] = (), blobs: Mapping[str, bytes] | None = Non
         index["tensors"].append({**t.entry, "parts": parts})
     section.extend(bytes(up(len(section), 64) - len(section)))
     sources = [digest(f"source {i}".encode()) for i in range(len(origin["source"]["files"]))]
-    return File(index, section, places, sources, list(tensors))
+    return File(index, section, places, sources, list(tensors), int(any(needs_1_1(t.entry) for t in tensors)))
 
 
 def spell(index: object) -> bytes:
@@ -280,7 +309,7 @@ def put_together(
     if part_digests:
         part_digests(digests)
     fields = {
-        "major": 1, "minor": 0, "header_nbytes": 128,
+        "major": 1, "minor": file.minor, "header_nbytes": 128,
         "file_nbytes": 128 + len(text) + len(between) + len(file.section) + 32 * (len(digests) + len(file.sources) + 1),
         "index_nbytes": len(text), "data_offset": 128 + len(text) + len(between), "data_nbytes": len(file.section),
         "n_parts": len(file.places), "n_sources": len(file.sources), "reserved": 0,

@@ -87,11 +87,17 @@ def test_chat_template(tmp_path: Path, architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file_type", "qtype", "kind"),
-    [(2, "Q4_0", "int4"), (3, "Q4_1", "int4o"), (8, "Q5_0", "int8"), (14, "Q4_K", "int4o")],
-)
-def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtype: str, kind: str) -> None:
-    """Its own quantizer's blocks are kept, and mean the same in both engines."""
+    ("file_type", "qtype", "scheme"),
+    [
+        (2, "Q4_0", "int4/g32"), (3, "Q4_1", "int4o/g32"), (7, "Q8_0", "int8/g32"), (8, "Q5_0", "int8/g32"),
+        (9, "Q5_1", "int8o/g32"), (10, "Q2_K", "int4o/g16/i8"), (11, "Q3_K", "int4/g16/i8"),
+        (14, "Q4_K", "int4o/g32/i8"), (16, "Q5_K", "int8o/g32/i8"), (18, "Q6_K", "int8/g16/i8"),
+        (25, "IQ4_NL", "iq4nl/g32"), (30, "IQ4_XS", "iq4nl/g32/i8"), (36, "TQ1_0", "int4/g256"),
+        (37, "TQ2_0", "int4/g256"),
+    ],
+)  # fmt: skip
+def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtype: str, scheme: str) -> None:
+    """Its own quantizer's blocks are kept by default, mean the same in both engines, and go back as they were."""
     make_llama_dir(tmp_path / "in", dtype="F32", hidden=256, inner=512)
     w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32")
     export(tmp_path / "f.w4", tmp_path / "f.gguf", to="gguf")
@@ -99,13 +105,13 @@ def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtyp
     settings.ftype, settings.pure, settings.nthread = file_type, True, 1
     paths = [str(tmp_path / name).encode() for name in ("f.gguf", "q.gguf")]
     assert llama_cpp.llama_model_quantize(*paths, settings) == 0
-    w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4", scheme="keep")
+    assert w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4").scheme == "keep"
     stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "q.gguf").tensors}
     found = values(tmp_path / "q.w4")
     for ours, theirs in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
         name, tensor = f"model.layers.1.{ours}.weight", stored[f"blk.1.{theirs}.weight"]
         assert tensor.tensor_type.name == qtype
-        assert schemes(tmp_path / "q.w4")[name].kind == kind
+        assert str(schemes(tmp_path / "q.w4")[name]) == scheme
         assert same(found[name], gguf.dequantize(tensor.data, tensor.tensor_type))
     assert w4conv.verify(tmp_path / "q.w4", against=tmp_path / "q.gguf").ok
     ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
@@ -113,6 +119,28 @@ def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtyp
         ours = model.logits(ids)
     theirs = logits(load(tmp_path / "q.gguf", 64), ids)
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.1 * np.std(theirs)  # its activations have 8 bits
+    assert export(tmp_path / "q.w4", tmp_path / "again.gguf", to="gguf").exact
+    if qtype not in ("Q5_0", "TQ1_0", "TQ2_0"):  # these go out as Q8_0 and Q4_0
+        for tensor in gguf.GGUFReader(tmp_path / "again.gguf").tensors:
+            assert np.array_equal(tensor.data, stored[tensor.name].data), tensor.name
+
+
+@pytest.mark.parametrize("file_type", [10, 12, 15, 17], ids=["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
+def test_mixtures_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int) -> None:
+    """Its own choice of types: kept whole, and nothing of it lost."""
+    make_llama_dir(tmp_path / "in", dtype="F32", hidden=256, inner=512)
+    w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32")
+    export(tmp_path / "f.w4", tmp_path / "f.gguf", to="gguf")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = file_type, 1
+    paths = [str(tmp_path / name).encode() for name in ("f.gguf", "q.gguf")]
+    assert llama_cpp.llama_model_quantize(*paths, settings) == 0
+    assert w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4").scheme == "keep"
+    assert w4conv.verify(tmp_path / "q.w4", against=tmp_path / "q.gguf").ok
+    found = values(tmp_path / "q.w4")
+    (tensor,) = (t for t in gguf.GGUFReader(tmp_path / "q.gguf").tensors if t.name == "blk.1.attn_v.weight")
+    want = gguf.dequantize(tensor.data, tensor.tensor_type)
+    assert same(found["model.layers.1.self_attn.v_proj.weight"], want)
 
 
 def test_a_trained_model_with_pieces(tmp_path: Path) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from exports import converted, recoded, same, schemes, values
 from exports import parts as coded_parts
+from gguf_blocks import random_blocks
+from helpers import make_llama_gguf
 
 import w4conv
 from w4conv.errors import InputError
@@ -24,14 +28,33 @@ SCHEMES = {
     "int8/g32": QuantScheme("int8", 32, "f16"),
     "f16": QuantScheme("f16"),
 }
+BLOCKS = {  # kept of GGUF
+    "Q2_K": "int4o/g16/i8", "Q3_K": "int4/g16/i8", "Q4_K": "int4o/g32/i8", "Q5_K": "int8o/g32/i8",
+    "Q6_K": "int8/g16/i8", "Q5_1": "int8o/g32", "IQ4_NL": "iq4nl/g32", "IQ4_XS": "iq4nl/g32/i8",
+}  # fmt: skip
+NAMES = dict(zip(SCHEMES, SCHEMES, strict=True)) | BLOCKS
 
 
-def outcome(tmp_path: Path, scheme: QuantScheme, to: str) -> str:
-    """What became of the linear layers of a model in `scheme` on the way to `to` and back."""
-    path = recoded(
-        converted(tmp_path, hidden=128, inner=256),
-        lambda name, shape: scheme if "layers" in name else QuantScheme("f16"),
-    )
+def source(tmp_path: Path, name: str) -> Path:
+    """A container whose linear layers are in a scheme."""
+    if name in SCHEMES:
+        return recoded(
+            converted(tmp_path, hidden=128, inner=256),
+            lambda tensor, shape: SCHEMES[name] if "layers" in tensor else QuantScheme("f16"),
+        )
+
+    def blocks(tensor: str, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.uint8], str]:
+        own = name if "layers" in tensor else "Q8_0"
+        return random_blocks(own, *shape, size=1e-3), own
+
+    path = make_llama_gguf(tmp_path / "m.gguf", hidden=256, inner=512, blocks=blocks)
+    w4conv.quantize(path, tmp_path / "m.w4")
+    return tmp_path / "m.w4"
+
+
+def outcome(tmp_path: Path, name: str, to: str) -> str:
+    """What became of the linear layers of a model in a scheme on the way to `to` and back."""
+    path = source(tmp_path, name)
     out = tmp_path / "out"
     try:
         report = export(path, out, to=to, dtype="f32")
@@ -67,23 +90,23 @@ IDENTICAL = {
     *(("int4z/g64", to) for to in ("compressed-tensors", "gptq", "awq")),
     *(("int8/g32", to) for to in ("compressed-tensors", "mlx")),
     ("f16", "gguf"), ("int4o/g32", "gguf"), ("int4o/g32", "mlx"), ("e2m1/g32", "gguf"),
-    ("e2m1/g32", "mlx"),
+    ("e2m1/g32", "mlx"), *((qtype, "gguf") for qtype in BLOCKS),
 }  # fmt: skip
 
 
 def table(found: dict[tuple[str, str], str]) -> str:
     lines = ["| scheme | " + " | ".join(FORMATS) + " |", "|---" * (len(FORMATS) + 1) + "|"]
-    lines += [f"| `{name}` | " + " | ".join(found[name, to] for to in FORMATS) + " |" for name in SCHEMES]
+    lines += [f"| `{shown}` | " + " | ".join(found[name, to] for to in FORMATS) + " |" for name, shown in NAMES.items()]
     return "\n".join(lines)
 
 
 def test_round_trips(tmp_path: Path) -> None:
     found = {}
-    for name, scheme in SCHEMES.items():
+    for name in NAMES:
         for to in FORMATS:
             folder = tmp_path / f"{name.replace('/', '-')}-{to}"
             folder.mkdir()
-            found[name, to] = outcome(folder, scheme, to)
+            found[name, to] = outcome(folder, name, to)
     assert {pair for pair, what in found.items() if what == "identical"} >= IDENTICAL
     written = DOCS.read_text()
     assert BEGIN in written

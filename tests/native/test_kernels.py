@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from w4conv import codes, kernels
 from w4conv.errors import UsageError
 from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
-from w4conv.scheme import BITS, GROUP_SIZES, QuantScheme
+from w4conv.scheme import BITS, GROUP_SIZES, INTEGER_KINDS, QuantScheme
 
 TIERS = kernels.isa_tiers()
 DOTS = {
@@ -296,15 +296,42 @@ def coded(
         parts = {"values": kernels.pack_float(w, "F32", scheme)}
     else:
         scheme = QuantScheme(kind, group_size, scale_dtype)
-        rounded_as = {"int4o": "int4z", "e2m1": "fp4"}.get(kind, kind)  # any codes will do
-        parts = kernels.quantize_rtn(w, "F32", QuantScheme(rounded_as, group_size, "f16")).parts()
-        if kind == "int4o":
-            steps = parts.pop("zero_points").astype(np.float32) + np.float32(0.3)
-            parts["offsets"] = (-steps * parts["scales"]).astype(np.float16)
-        if scale_dtype == "f32":
-            for part in parts.keys() & {"scales", "offsets"}:
-                parts[part] = parts[part].astype(np.float32) * np.float32(1.0001)
+        parts = some_parts(scheme, w.shape) if scheme.minor else parts_of_1_0(scheme, w)
     return scheme, parts, codes.dequantize(scheme, w.shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
+
+
+def parts_of_1_0(scheme: QuantScheme, w: F32) -> dict[str, npt.NDArray[np.generic]]:
+    rounded_as = {"int4o": "int4z", "e2m1": "fp4"}.get(scheme.kind, scheme.kind)  # any codes will do
+    parts = kernels.quantize_rtn(w, "F32", QuantScheme(rounded_as, scheme.group_size, "f16")).parts()
+    if scheme.kind == "int4o":
+        steps = parts.pop("zero_points").astype(np.float32) + np.float32(0.3)
+        parts["offsets"] = (-steps * parts["scales"]).astype(np.float16)
+    if scheme.scale_dtype == "f32":
+        for part in parts.keys() & {"scales", "offsets"}:
+            parts[part] = parts[part].astype(np.float32) * np.float32(1.0001)
+    return parts
+
+
+def some_parts(scheme: QuantScheme, shape: tuple[int, int]) -> dict[str, npt.NDArray[np.generic]]:
+    """Random codes, and scales of ordinary size."""
+    rng = np.random.default_rng(shape[1])
+    n_rows, n_columns = shape
+    q = rng.integers(-128, 128, shape, np.int8) if scheme.bits == 8 else rng.integers(0, 16, shape, np.uint8)
+    given = {}
+    for kind, part in codes.row_parts(scheme).items():
+        size = n_rows, part.n_runs(n_columns)
+        low, high = (0, 16) if kind == "zero_points" else (-128, 128)
+        given[kind] = rng.integers(low, high, size) if part.dtype.itemsize == 1 else rng.standard_normal(size) / 50
+    return {kind: part[0] for kind, part in codes.pack_matrix(scheme, q, **given).items()}
+
+
+def numbers_of(scheme: QuantScheme, parts: dict[str, npt.NDArray[np.generic]], kind: str, n_rows: int) -> F32:
+    """Scales or offsets (n_rows, n_groups)."""
+    found = per_row(parts, kind, n_rows).astype(np.float32)
+    if scheme.scale_dtype != "i8":
+        return found
+    above = per_row(parts, f"super_{kind}", n_rows).astype(np.float32)
+    return found * np.repeat(above, 256 // scheme.group_size, axis=1)[:, : found.shape[1]]
 
 
 def per_row(parts: dict[str, npt.NDArray[np.generic]], kind: str, n_rows: int) -> npt.NDArray[np.generic]:
@@ -318,16 +345,18 @@ def integer_product(
     n_rows, n_columns = w.shape
     group = scheme.group_size or n_columns
     block = min(group, 128)
-    scales = per_row(parts, "scales", n_rows).astype(np.float32)
+    scales = numbers_of(scheme, parts, "scales", n_rows)
     q = codes.unpack(scheme, np.asarray(parts["codes"])[None], n_rows, n_columns)[0].astype(np.int64)
     if scheme.kind == "int4":
         q -= 8
     if scheme.kind == "e2m1":
         q, scales = (2 * codes.CODEBOOKS["e2m1"][q]).astype(np.int64), scales / 2
+    if scheme.kind == "iq4nl":
+        q = codes.CODEBOOKS["iq4nl"][q].astype(np.int64)
     if scheme.kind == "int4z":
         q -= np.repeat(per_row(parts, "zero_points", n_rows).astype(np.int64), group, axis=1)[:, :n_columns]
-    if scheme.kind == "int4o":
-        offsets = per_row(parts, "offsets", n_rows).astype(np.float32)
+    if scheme.has_offsets:
+        offsets = numbers_of(scheme, parts, "offsets", n_rows)
     y = np.zeros((len(x), n_rows), np.float32)
     for start in range(0, n_columns, block):
         part = x[:, start : start + block]
@@ -337,7 +366,7 @@ def integer_product(
         isum = a @ q[:, start : start + block].T
         assert np.abs(isum).max() < 2**31
         y += isum.astype(np.float32) * (scales[:, start // group][None] * a_scale[:, None])
-        if scheme.kind == "int4o":
+        if scheme.has_offsets:
             asum = a.sum(axis=1).astype(np.float32)[:, None]
             y += asum * (offsets[:, start // group][None] * a_scale[:, None])
     return y
@@ -360,6 +389,32 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
             for n_tokens in (*range(1, 14), len(x)):
                 got = kernels.matmul(scheme, w.shape, parts, x[:n_tokens], threads=2, activation_bits=bits)
                 np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
+        *(QuantScheme(kind, 16, "f16") for kind in ("int4", "int8", "e2m1", "int8o")),
+        *(QuantScheme(k, g, "i8") for k in INTEGER_KINDS for g in (16, 32, 128)),
+    ],
+    ids=repr,
+)
+def test_integer_products_of_version_1_1(tier: str, scheme: QuantScheme) -> None:
+    rng = np.random.default_rng(13)
+    for n_rows, n_columns in ((3, 5), (40, 280), (115, 600)):
+        x = rng.standard_normal((133, n_columns)).astype(np.float32)
+        x[0, : n_columns // 2] = 0
+        parts = some_parts(scheme, (n_rows, n_columns))
+        values = codes.dequantize(scheme, (n_rows, n_columns), {k: kernels.as_bytes(v) for k, v in parts.items()})
+        assert np.array_equal(kernels.dequantize(scheme, (n_rows, n_columns), parts), values)
+        for bits in (16, 8):
+            want = integer_product(scheme, values, parts, x, bits)
+            for n_tokens in (1, 2, 3, 4, 5, 12, 13, len(x)):
+                got = kernels.matmul(scheme, (n_rows, n_columns), parts, x[:n_tokens], threads=2, activation_bits=bits)
+                np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
+            if bits == 16:
+                np.testing.assert_allclose(want, x @ values.T, rtol=0, atol=2e-3 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "f32"])
@@ -401,15 +456,15 @@ def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) ->
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "e2m1", "int8"])
+@pytest.mark.parametrize("kind", INTEGER_KINDS)
 def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -> None:
     n = 256
     scheme = QuantScheme(kind, 128, "f16")
-    ends = {"int8": [[-128], [127]], "e2m1": [[7], [15]]}.get(kind, [[0], [15]])
+    ends = {"int8": [[-128], [127]], "int8o": [[-128], [127]], "e2m1": [[7], [15]]}.get(kind, [[0], [15]])
     rows = np.resize(np.array(ends), (16, 1))
-    stored = np.repeat(rows, n, axis=1).astype(np.int8 if kind == "int8" else np.uint8)
+    stored = np.repeat(rows, n, axis=1).astype(np.int8 if scheme.bits == 8 else np.uint8)
     points = np.resize(np.array([[0], [15], [15], [0]]), (16, 1)).repeat(2, axis=1) if kind == "int4z" else None
-    offsets = np.full((16, 2), 7.25) if kind == "int4o" else None
+    offsets = np.full((16, 2), 7.25) if scheme.has_offsets else None
     parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points, offsets)
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
@@ -433,7 +488,7 @@ def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[n
     n_rows, n_columns = w.shape
     group = scheme.group_size or n_columns
     block = min(group, 128)
-    scales = per_row(parts, "scales", n_rows).astype(np.float32)
+    scales = numbers_of(scheme, parts, "scales", n_rows)
     stored = codes.unpack(scheme, np.asarray(parts["codes"])[None], n_rows, n_columns)[0]
     levels = codes.CODEBOOKS[scheme.kind][stored]
     y = np.zeros((len(x), n_rows), np.float32)
@@ -447,7 +502,9 @@ def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[n
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (256, "f16"), (0, "f32")])
+@pytest.mark.parametrize(
+    ("group_size", "scale_dtype"), [(32, "f16"), (256, "f16"), (0, "f32"), (16, "f16"), (32, "i8")]
+)
 def test_products_with_a_codebook_equal_their_definition(
     tier: str, kind: str, group_size: int, scale_dtype: str
 ) -> None:

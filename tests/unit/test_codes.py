@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from w4files import ALL_SCHEMES, as_bytes, random_parts
+from w4files import ALL_SCHEMES, SCHEMES_OF_1_1, as_bytes, random_parts
 
 from w4conv import codes, scheme
 from w4conv.errors import UsageError
@@ -23,12 +23,14 @@ SHAPES: list[tuple[int, ...]] = [
     (1, 1), (16, 32), (17, 33), (3, 300), (2, 5, 9), (2, 2, 1, 40), (0, 7), (7, 0), (0, 3, 4), (2, 0, 4),
 ]  # fmt: skip
 VECTOR_SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (37,)]
-FOUR_BITS = ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1")
-COLUMNS_PER_DWORD = dict.fromkeys(FOUR_BITS, 8) | {"int8": 4, "f16": 2, "bf16": 2, "f32": 1}
+FOUR_BITS = ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "iq4nl")
+COLUMNS_PER_DWORD = dict.fromkeys(FOUR_BITS, 8) | {"int8": 4, "int8o": 4, "f16": 2, "bf16": 2, "f32": 1}
 
 
 def schemes_with_groups() -> list[QuantScheme]:
-    return [QuantScheme(k, g, d) for k in (*FOUR_BITS, "int8") for g in scheme.GROUP_SIZES for d in ("f16", "f32")]
+    kinds = (*FOUR_BITS, "int8", "int8o")
+    plain = [QuantScheme(k, g, d) for k in kinds for g in scheme.HELD_GROUP_SIZES for d in ("f16", "f32")]
+    return plain + [QuantScheme(k, g, "i8") for k in kinds for g in (16, 32, 64, 128)]
 
 
 def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes], at: tuple[int, ...]) -> float:
@@ -50,14 +52,22 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
     if coding.kind == "bf16":
         return float(struct.unpack("<f", b"\0\0" + raw[2 * k : 2 * k + 2])[0])
     size = coding.group_size or n_columns
-    group_at = ((matrix * tiles + row // 16) * math.ceil(n_columns / size) + column // size) * 16 + row % 16
-    letter, nbytes = ("e", 2) if coding.scale_dtype == "f16" else ("f", 4)
+    letter, nbytes = {"f16": ("e", 2), "f32": ("f", 4), "i8": ("b", 1)}[coding.scale_dtype]
+
+    def place(size: int) -> int:
+        return ((matrix * tiles + row // 16) * math.ceil(n_columns / size) + column // size) * 16 + row % 16
+
+    group_at = place(size)
 
     def number(part: str) -> float:
-        return float(struct.unpack("<" + letter, parts[part][group_at * nbytes : (group_at + 1) * nbytes])[0])
+        found = float(struct.unpack("<" + letter, parts[part][group_at * nbytes : (group_at + 1) * nbytes])[0])
+        if coding.scale_dtype != "i8":
+            return found
+        at = 2 * place(256)
+        return found * float(struct.unpack("<e", parts[f"super_{part}"][at : at + 2])[0])  # exact
 
     level: float
-    if coding.kind == "int8":
+    if coding.bits == 8:
         level = raw[k] - 256 if raw[k] > 127 else raw[k]
     else:
         code = raw[k] & 15 if k < 4 else raw[k - 4] >> 4
@@ -71,7 +81,7 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
             level = float(np.float32(TABLES[coding.kind][code]))
     exact = Fraction(level) * Fraction(number("scales"))
     product = np.float32(exact.numerator / exact.denominator)  # the products here fit float64 exactly
-    return float(np.float32(float(product) + number("offsets")) if coding.kind == "int4o" else product)
+    return float(np.float32(float(product) + number("offsets")) if coding.has_offsets else product)
 
 
 # Those of bitsandbytes' 4-bit types, and of the OCP microscaling formats.
@@ -83,11 +93,12 @@ TABLES = {
     ],
     "fp4": [s * m / 12 for s in (1, -1) for m in (0, 0.0625, 8, 12, 4, 6, 2, 3)],
     "e2m1": [s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
+    "iq4nl": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],  # kvalues_iq4nl of ggml
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("coding", [*ALL_SCHEMES], ids=str)
+@pytest.mark.parametrize("coding", [*ALL_SCHEMES, *SCHEMES_OF_1_1], ids=repr)
 def test_dequantize_is_the_slow_reading(coding: QuantScheme, shape: tuple[int, ...]) -> None:
     parts = random_parts(coding, shape, seed=1)
     assert {kind: len(part) for kind, part in parts.items()} == codes.part_sizes(coding, shape)
@@ -105,7 +116,7 @@ def test_every_group_size(coding: QuantScheme) -> None:
     parts = random_parts(coding, shape, seed=2)
     got = codes.dequantize(coding, shape, parts)
     raw = {kind: part.tobytes() for kind, part in parts.items()}
-    for row, column in itertools.product((0, 1), (0, 31, 32, 63, 64, 127, 128, 255, 256, 260)):
+    for row, column in itertools.product((0, 1), (0, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 260)):
         assert got[row, column] == slow_value(coding, shape, raw, (row, column)), (row, column)
 
 
@@ -159,14 +170,14 @@ def test_unpack_inverts_pack(coding: QuantScheme, shape: tuple[int, int, int], s
         ("int4", 0x88888888),
         ("int4z", 0x88888888),
         ("nf4", 0x77777777),
-        *((k, 0) for k in ("int4o", "fp4", "e2m1", "int8")),
+        *((k, 0) for k in ("int4o", "fp4", "e2m1", "iq4nl", "int8", "int8o")),
     ],
 )
 def test_padding_holds_the_prescribed_code(coding: str, pad: int) -> None:
     tiles = codes.pack(QuantScheme(coding, 32, "f16"), np.full((1, 1, 1), 3))
     assert tiles.shape == (1, 1, 1, 16)
     assert tiles[0, 0, 0, 1:].tolist() == [pad] * 15
-    keep = 0xFFFFFFF0 if coding != "int8" else 0xFFFFFF00
+    keep = 0xFFFFFF00 if coding.startswith("int8") else 0xFFFFFFF0
     assert int(tiles[0, 0, 0, 0]) == 3 | (pad & keep)
 
 
@@ -188,6 +199,9 @@ def test_bf16_rounds_half_to_even() -> None:
         (("f16", 32), "no groups"),
         (("int4", 48, "f16"), "group size 48"),
         (("int4", 32, "f64"), "scale dtype"),
+        (("int4", 8, "f16"), "group size 8"),
+        (("int4", 256, "i8"), "groups of 16 to 128"),
+        (("int4", 0, "i8"), "groups of 16 to 128"),
     ],
 )
 def test_impossible_schemes_are_refused(arguments: tuple[Any, ...], message: str) -> None:

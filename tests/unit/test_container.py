@@ -18,6 +18,7 @@ from w4files import (
     ALL_SCHEMES,
     BLOBS,
     PROVENANCE,
+    SCHEMES_OF_1_1,
     SMALL_TENSORS,
     as_bytes,
     open_bytes,
@@ -33,7 +34,7 @@ from w4conv.errors import FormatError, InputError
 from w4conv.scheme import QuantScheme
 
 SHAPES: list[tuple[int, ...]] = [(1, 1), (17, 33), (2, 5, 9), (16, 128), (0, 7), (7, 0), (3, 0, 2)]
-TENSORS = {f"{s} {shape}": (s, shape) for s in ALL_SCHEMES for shape in SHAPES} | {
+TENSORS = {f"{s!r} {shape}": (s, shape) for s in (*ALL_SCHEMES, *SCHEMES_OF_1_1) for shape in SHAPES} | {
     f"{s} {shape}": (s, shape) for s in (scheme.F16, scheme.BF16, scheme.F32) for shape in [(), (0,), (1,), (37,)]
 }
 
@@ -272,12 +273,12 @@ def test_paths_that_cannot_be_opened(tmp_path: Path, small: Path) -> None:
         open_container("/dev/zero")
 
 
-@pytest.mark.parametrize(("major", "minor"), [(2, 0), (0, 0), (1, 1), (513, 0)])
+@pytest.mark.parametrize(("major", "minor"), [(2, 0), (0, 0), (1, 2), (513, 0)])
 def test_other_versions_are_refused_by_name(small: Path, major: int, minor: int) -> None:
     raw = bytearray(small.read_bytes())
     struct.pack_into("<HH", raw, 8, major, minor)  # digests are left wrong: the version is looked at first
     small.write_bytes(raw)
-    with pytest.raises(FormatError, match=rf"version {major}\.{minor}, but this w4conv reads 1\.0") as error:
+    with pytest.raises(FormatError, match=rf"version {major}\.{minor}, but this w4conv reads 1\.1") as error:
         open_container(small)
     assert error.value.clause == "2.3"
 
@@ -337,7 +338,14 @@ def test_codebooks_travel_in_the_index() -> None:
     assert as_bytes(words).tobytes() == codes.CODEBOOKS["nf4"].tobytes()
 
 
-@pytest.mark.parametrize("coding", ALL_SCHEMES, ids=repr)
+@pytest.mark.parametrize(("codings", "minor"), [(ALL_SCHEMES, 0), *(([s], 1) for s in SCHEMES_OF_1_1)])
+def test_a_file_says_the_lowest_version_that_can_hold_it(codings: list[QuantScheme], minor: int) -> None:
+    tensors = {f"{i}": (coding, (2, 40)) for i, coding in enumerate([QuantScheme("f16"), *codings])}
+    raw, _ = small_file(tensors)
+    assert struct.unpack_from("<HH", raw, 8) == (1, minor)
+
+
+@pytest.mark.parametrize("coding", [*ALL_SCHEMES, *SCHEMES_OF_1_1], ids=repr)
 @pytest.mark.parametrize("shape", [(37, 9), (0, 9), (9, 0), (32, 8)], ids=str)
 def test_rows_are_those_of_the_whole(coding: QuantScheme, shape: tuple[int, ...]) -> None:
     container = open_bytes(small_file({"w": (coding, shape)})[0])

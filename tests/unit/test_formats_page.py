@@ -44,8 +44,8 @@ CHECKED = {
 ROWS = (
     Row("safetensors", ("safetensors",), "safetensors", "F16, BF16, F32", "F32, or rounded", "kept; out as F32",
         ("transformers",)),
-    Row("GGUF", ("gguf",), "gguf", "every type", "Q4_0, Q4_1, Q8_0, MXFP4, floats",
-        "Q4_0, Q4_1, Q4_K, Q5_0, Q8_0, MXFP4", ("llama-cpp-python", "gguf")),
+    Row("GGUF", ("gguf",), "gguf", "every type", "Q4_0, Q4_1, Q5_1, Q8_0, Q2_K to Q6_K, IQ4, MXFP4, floats",
+        "always", ("llama-cpp-python", "gguf")),
     Row("GPTQ", ("gptq",), "gptq", "4 and 8 bits, both versions", "4 bits", "columns in order", ("gptqmodel",)),
     Row("AWQ, GEMM", ("awq",), "awq", "4 bits", "4 bits", "always", ("gptqmodel",)),
     Row("AutoRound", ("auto-round",), None, "in the two layouts above", "-", "as these", ("auto-round",)),

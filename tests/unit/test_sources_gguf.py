@@ -12,7 +12,6 @@ import pytest
 from exports import same, schemes, values
 from gguf.quants import dequantize, quantize
 from helpers import as_dtype, bf16_bits, llama_tensors, make_llama_gguf
-from w4files import as_bytes
 
 import w4conv
 from w4conv import codes
@@ -442,22 +441,6 @@ def test_mxfp4_codes():
     raw[0, 0] = 102
     with pytest.raises(InputError, match="there: a scale lies beyond FP16"):
         coded(raw, "MXFP4", coding, "there")
-
-
-@pytest.mark.parametrize(("qtype", "scheme", "columns"), [("Q4_K", "int4o/g32", 256), ("Q5_0", "int8/g32", 32)])
-def test_types_that_gguf_only_reads(qtype, scheme, columns):
-    """Random blocks, with scales of ordinary size."""
-    rng = np.random.default_rng(6)
-    block, nbytes = gguf.GGML_QUANT_SIZES[Q[qtype]]
-    assert block == columns
-    raw = rng.integers(0, 256, (4, 3, nbytes), dtype=np.uint8)
-    n_scales = 2 if qtype == "Q4_K" else 1
-    raw[..., : 2 * n_scales] = rng.standard_normal((4, 3, n_scales)).astype("<f2").view(np.uint8)
-    raw = raw.reshape(4, -1)
-    coding = coding_of(qtype, 4, raw.shape[1], lambda start, stop: raw[start:stop].reshape(-1))
-    assert str(coding) == scheme
-    parts = {kind: as_bytes(part) for kind, part in coded(raw, qtype, coding, "there").parts(coding).items()}
-    assert same(codes.dequantize(coding, (4, 3 * columns), parts), dequantize(raw, Q[qtype]))
 
 
 def q4_1(offset: int, *, n: int = 6) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -87,12 +87,11 @@ def _check_code_padding(tensor: TensorInfo, raw: Bytes) -> None:
 
 def _check_per_group(tensor: TensorInfo, kind: str, raw: Bytes) -> None:
     n_matrices, n_rows, n_columns = codes.matrix_shape(tensor.shape)
-    is_float = kind != "zero_points"
-    dtype: np.dtype[Any] = codes.SCALE_DTYPES[tensor.scheme.scale_dtype] if is_float else np.dtype("u1")
-    groups = raw.view(dtype).reshape(n_matrices, codes.n_tiles(n_rows), tensor.scheme.n_groups(n_columns), TILE_ROWS)
-    if not is_float and groups.max() > codes.MAX_ZERO_POINT:
+    part = codes.row_parts(tensor.scheme)[kind]
+    groups = raw.view(part.dtype).reshape(n_matrices, codes.n_tiles(n_rows), part.n_runs(n_columns), TILE_ROWS)
+    if kind == "zero_points" and groups.max() > codes.MAX_ZERO_POINT:
         raise _WrongError("4.6", f"a zero point is {groups.max()}, at most {codes.MAX_ZERO_POINT}")
-    if is_float and not np.isfinite(groups).all():
+    if not np.isfinite(groups).all():
         raise _WrongError("4.6", f"one of the {kind} is NaN or infinite")
     padding = groups[:, -1, :, (n_rows - 1) % TILE_ROWS + 1 :]
     if padding.view(f"u{padding.itemsize}").any():

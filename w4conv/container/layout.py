@@ -22,7 +22,7 @@ from w4conv.scheme import QuantScheme
 
 SIGNATURE: Final = b"\x89W4C\r\n\x1a\n"
 MAJOR: Final = 1
-MINOR: Final = 0
+MINOR: Final = 1  # the newest that is read
 HEADER_NBYTES: Final = 128
 DIGEST_NBYTES: Final = 32
 PART_ALIGNMENT: Final = 64
@@ -60,7 +60,7 @@ def round_up(n: int, alignment: int) -> int:
 class Part:
     """A run of bytes of the data section.
 
-    kind: "codes", "scales", "zero_points", "offsets" or "values"; "blob" for a file carried verbatim.
+    kind: as in w4-codes 4; "blob" for a file carried verbatim.
     offset: from the start of the file. index: place among the digests of the trailer.
     """
 
@@ -115,10 +115,11 @@ class Header:
     n_parts: int
     n_sources: int
     index_digest: bytes
+    minor: int = 0
 
     def pack(self) -> bytes:
         fields = (self.file_nbytes, self.index_nbytes, self.data_offset, self.data_nbytes, self.n_parts, self.n_sources)
-        head = _HEADER.pack(SIGNATURE, MAJOR, MINOR, HEADER_NBYTES, *fields, 0, self.index_digest, b"")
+        head = _HEADER.pack(SIGNATURE, MAJOR, self.minor, HEADER_NBYTES, *fields, 0, self.index_digest, b"")
         head = head[:-DIGEST_NBYTES]
         return head + digest(head)
 

@@ -104,6 +104,7 @@ def plan(tensors: Sequence[TensorPlan], blobs: Mapping[str, bytes], provenance: 
             n_parts=allocator.n_parts,
             n_sources=n_sources,
             index_digest=digest(index),
+            minor=max((t.scheme.minor for t in tensors), default=0),
         ),
         index=index,
         blobs=tuple((absolute(part), data) for part, data in zip(blob_parts, blobs.values(), strict=True)),

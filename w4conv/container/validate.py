@@ -64,7 +64,7 @@ def header(raw: bytes, *, where: str) -> Header:
         fail("2.9", f"{n_parts} parts and {n_sources} sources, at most {layout.MAX_PARTS} and {layout.MAX_SOURCES}")
     if reserved:
         fail("2.10", f"the reserved field is {reserved:#x}, expected 0")
-    sound = Header(file_nbytes, index_nbytes, data_offset, data_nbytes, n_parts, n_sources, index_digest)
+    sound = Header(file_nbytes, index_nbytes, data_offset, data_nbytes, n_parts, n_sources, index_digest, minor)
     expected = sound.data_end + sound.trailer_nbytes
     if file_nbytes != expected:
         fail("2.5", f"file_nbytes is {file_nbytes}, but header, data and trailer take {expected}")
@@ -257,13 +257,17 @@ class _IndexWalk:
             return QuantScheme(kind)
         group_size, scale_dtype = entry.get("group_size"), entry.get("scale_dtype")
         if not isinstance(scale_dtype, str):
-            self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected f16 or f32")
+            self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected a string")
         if not isinstance(group_size, int) or isinstance(group_size, bool):
-            self._fail("3.7", f"{name}: group_size is {_short(group_size)}, expected one of {scheme.GROUP_SIZES}")
+            self._fail("3.7", f"{name}: group_size is {_short(group_size)}, expected one of {scheme.HELD_GROUP_SIZES}")
         try:
             coding = QuantScheme(kind, group_size, scale_dtype)
         except UsageError as error:
             self._fail("3.7", f"{name}: {error}")
+        if coding.minor > self._head.minor:
+            self._fail(
+                "3.7", f"{name}: {coding} is of version 1.{coding.minor}, but the file says 1.{self._head.minor}"
+            )
         if kind in codes.CODEBOOKS and entry.get("codebook") != layout.codebook_words(coding):
             self._fail("3.7", f"{name}: the codebook is not that of {kind}")
         return coding

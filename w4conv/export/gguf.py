@@ -1,4 +1,5 @@
-"""A GGUF file for llama.cpp: Q4_0, Q4_1, Q8_0 and MXFP4 where they hold the very values, floats for the rest.
+"""A GGUF file for llama.cpp: Q4_0, Q4_1, Q8_0, MXFP4 and those of gguf_blocks.py where they hold the very values,
+floats for the rest.
 
     "GGUF" | u32 version | u64 n_tensors | u64 n_keys | keys | tensor infos | zeros | tensors, each padded to 32
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from w4conv.container import TensorInfo, check_target, open_target
 from w4conv.errors import InputError
 from w4conv.export.directory import LEFTOVER
+from w4conv.export.gguf_blocks import BLOCK_TYPES, BY_NAME
 from w4conv.export.gguf_metadata import metadata
 from w4conv.export.gguf_values import Value, string
 from w4conv.export.huggingface import checked_blocks
@@ -45,9 +47,15 @@ VERSION: Final = 3
 ALIGNMENT: Final = 32
 BLOCK: Final = 32
 MAX_NAME_NBYTES: Final = 63
-TYPE_IDS: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30, "MXFP4": 39}
+TYPE_IDS: Final = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13,
+    "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
+}  # fmt: skip
 BLOCK_NBYTES: Final = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "MXFP4": 17}
-FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "MXFP4": 38}  # general.file_type
+FILE_TYPES: Final = {  # general.file_type
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17,
+    "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38,
+}  # fmt: skip
 
 
 def plan(model: ExportModel, options: Options) -> Plan:
@@ -121,9 +129,14 @@ def _export(
         return FloatWriter(model, "f32").export(info, name=name)
     if (kind := _block_type(model, info)) is None:
         return FloatWriter(model, _float_kind(info, options)).export(info, name=name, order=order)
-    nbytes = info.n_values // BLOCK * BLOCK_NBYTES[kind]
+    nbytes = _blocks_nbytes(kind, info.n_values)
     output = Output(name, kind, info.shape, nbytes, lambda: _blocks(model, info, kind, order))
     return Exported(info, kind, (output,))
+
+
+def _blocks_nbytes(kind: str, n_values: int) -> int:
+    columns, nbytes = (BY_NAME[kind].columns, BY_NAME[kind].nbytes) if kind in BY_NAME else (BLOCK, BLOCK_NBYTES[kind])
+    return n_values // columns * nbytes
 
 
 def _float_kind(info: TensorInfo, options: Options) -> str:
@@ -137,7 +150,7 @@ def _export_parts(
     rows as one."""
     # llama.cpp wants vectors as F32.
     kind = "F32" if len(info.shape) < 3 else _block_type(model, info) or FLOAT_WORDS[_float_kind(info, options)]
-    writer = None if kind in BLOCK_NBYTES else FloatWriter(model, kind.lower())
+    writer = FloatWriter(model, kind.lower()) if kind in FLOAT_WORDS.values() else None
     rounding = None if writer is None else writer.rounding(info)
     axis = min(len(info.shape) - 1, 1)
     n_rows = info.shape[axis] // len(names)
@@ -148,7 +161,7 @@ def _export_parts(
         n = math.prod(shape)
         blocks: Callable[[], Iterator[Array]]
         if writer is None:
-            nbytes, blocks = n // BLOCK * BLOCK_NBYTES[kind], partial(_stack_blocks, model, info, kind, order)
+            nbytes, blocks = _blocks_nbytes(kind, n), partial(_stack_blocks, model, info, kind, order)
         else:
             nbytes, blocks = n * writer.itemsize, partial(writer.stack_blocks, info, order, rounding)
         outputs.append(Output(name, kind, shape, nbytes, blocks))
@@ -194,7 +207,12 @@ def _stacked(outputs: list[Output]) -> list[Output]:
 def _block_type(model: ExportModel, info: TensorInfo) -> str | None:
     """The type that holds the values of a matrix exactly, or None."""
     scheme = info.scheme
-    if scheme.scale_dtype != "f16" or info.shape[-1] % BLOCK:
+    if block_type := BLOCK_TYPES.get(scheme):
+        if info.shape[-1] % block_type.columns:
+            return None
+        matrices = range(math.prod(info.shape[:-2]))
+        return block_type.name if all(block_type.holds(model.whole(info, i)) for i in matrices) else None
+    if scheme.scale_dtype != "f16" or scheme.minor or info.shape[-1] % BLOCK:
         return None
     if scheme.kind in ("int4", "int8"):
         return {"int4": "Q4_0", "int8": "Q8_0"}[scheme.kind]
@@ -214,6 +232,8 @@ def _blocks(model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[
 
 def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint8]:
     """(n_rows, bytes of a row)."""
+    if kind in BY_NAME:
+        return BY_NAME[kind].blocks(rows)
     n_rows, n_columns = rows.codes.shape
     n_blocks = n_columns // BLOCK
 

@@ -26,13 +26,16 @@ BLOCK_VALUES: Final = 1 << 22  # values unpacked at a time
 class Scales:
     """Scales of some rows of a quantized matrix.
 
-    scales: (n_rows, n_groups) float16 or float32. zero_points: (n_rows, n_groups) uint8 for int4z; else all 8.
-    offsets: like scales for int4o; else None.
+    scales: (n_rows, n_groups) float16 or float32, or int8 with two levels. zero_points: (n_rows, n_groups) uint8 for
+    int4z; else all 8. offsets: like scales for int4o and int8o; else None. super_scales, super_offsets: (n_rows,
+    n_supers) float16 with two levels; else None.
     """
 
     scales: Array
     zero_points: npt.NDArray[np.uint8]
     offsets: Array | None = None
+    super_scales: Array | None = None
+    super_offsets: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +83,13 @@ class ExportModel:
     def scales(self, info: TensorInfo, rows: slice | None = None, matrix: int = 0) -> Scales:
         """The scales of a quantized matrix, or of some rows that start on a tile; its codes are not read."""
         taken = rows or slice(0, info.shape[-2])
-        scheme = info.scheme
-
-        def per_row(kind: str, dtype: np.dtype[Any]) -> Array:
+        found: dict[str, Any] = {}
+        for kind, part in codes.row_parts(info.scheme).items():
             raw = self._tiles(info, kind, taken, matrix)
-            tiled: Array = raw.reshape(-1).view(dtype).reshape(1, len(raw), scheme.n_groups(info.shape[-1]), TILE_ROWS)
-            unpacked: Array = codes.unpack_rows(tiled, taken.stop - taken.start)[0]
-            return unpacked
-
-        dtype = codes.SCALE_DTYPES[scheme.scale_dtype]
-        scales = per_row("scales", dtype)
-        zero_points = np.full(scales.shape, codes.INT4_PAD, np.uint8)
-        if scheme.kind == "int4z":
-            zero_points = per_row("zero_points", np.dtype("u1")).astype(np.uint8, copy=False)
-        return Scales(scales, zero_points, per_row("offsets", dtype) if scheme.kind == "int4o" else None)
+            tiled = raw.reshape(-1).view(part.dtype).reshape(1, len(raw), part.n_runs(info.shape[-1]), TILE_ROWS)
+            found[kind] = codes.unpack_rows(tiled, taken.stop - taken.start)[0]
+        found.setdefault("zero_points", np.full(found["scales"].shape, codes.INT4_PAD, np.uint8))
+        return Scales(**found)
 
     def _tiles(self, info: TensorInfo, kind: str, rows: slice, matrix: int) -> npt.NDArray[np.uint8]:
         """(n_tiles, bytes of a tile) of a part: a part is an array over tiles, so a run of tiles is a run of bytes."""

@@ -132,7 +132,7 @@ def _export(model: ExportModel, options: Options, tensor: TensorSpec, info: Tens
         return FloatWriter(model, "f32").export(info)
     block = block_size(info)
     # Rows of an embedding are gathered from whole blocks.
-    if scheme.kind not in KINDS or (tensor.role == "embedding" and info.shape[1] % block):
+    if scheme.kind not in KINDS or scheme.minor or (tensor.role == "embedding" and info.shape[1] % block):
         return FloatWriter(model, scheme.kind if scheme.is_float else options.dtype or "f32").export(info)
     n_rows, n_columns = info.shape
     n_blocks = -(-n_columns // block)

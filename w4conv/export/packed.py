@@ -37,7 +37,7 @@ class Coded:
 
 def can_stay(info: TensorInfo, kinds: Sequence[str], *, row_multiple: int = 1) -> bool:
     """Whether a tensor is a matrix of one of `kinds` with whole groups and a multiple of `row_multiple` rows."""
-    if len(info.shape) != 2 or info.scheme.kind not in kinds or info.scheme.scale_dtype != "f16":
+    if len(info.shape) != 2 or info.scheme.kind not in kinds or info.scheme.scale_dtype != "f16" or info.scheme.minor:
         return False
     return info.shape[1] % GROUP_MULTIPLE == 0 and info.shape[0] % row_multiple == 0
 

@@ -24,6 +24,7 @@ from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, in
 from w4conv.measure.text_windows import TextWindows, cut_text, settle
 from w4conv.progress import Progress, Silent
 from w4conv.runtime.engine import Model
+from w4conv.scheme import INTEGER_KINDS
 
 CURVE_TOKENS: Final = 8  # decoded behind each length of the context
 SHORTEST_CONTEXT: Final = 16
@@ -262,7 +263,7 @@ class _Run:
         layers = [t for t in spec.tensors() if t.layer is not None]
         self._layers_nbytes = sum(part.nbytes for t in layers for part in stored[t.name].parts)
         self._layers_nbytes += nbytes["norm"]
-        integers = any(stored[t.name].scheme.kind in ("int4", "int4z", "int4o", "e2m1", "int8") for t in linear)
+        integers = any(stored[t.name].scheme.kind in INTEGER_KINDS for t in linear)
         self._operands = model.activations if integers else "float"
 
     def measure(self) -> _Round:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,49 +23,42 @@ BLOCK_NBYTES: Final = 1 << 25  # of values held at a time
 class CodedRows:
     """Rows of a matrix in its `coding`; of a stack, matrices, with one axis more.
 
-    codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16 or float32.
-    zero_points: (n_rows, n_groups) uint8 for int4z, else None. offsets: like scales for int4o, else None.
+    codes: (n_rows, n_columns) uint8 0..15, or int8. scales: (n_rows, n_groups) float16, float32, or int8 for schemes
+    of two levels. zero_points: (n_rows, n_groups) uint8 for int4z, else None. offsets: like scales for int4o and int8o,
+    else None. super_scales, super_offsets: (n_rows, n_supers) float16 for schemes of two levels, else None.
     """
 
     codes: npt.NDArray[np.generic]
     scales: npt.NDArray[np.generic]
     zero_points: npt.NDArray[np.uint8] | None = None
     offsets: npt.NDArray[np.generic] | None = None
+    super_scales: npt.NDArray[np.float16] | None = None
+    super_offsets: npt.NDArray[np.float16] | None = None
+
+    def _arrays(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def _each(self, change: Callable[[Any], Any]) -> CodedRows:
+        changed: list[Any] = [None if array is None else change(array) for array in self._arrays()]
+        return CodedRows(*changed)
 
     def matrix(self, i: int, rows: slice = slice(None)) -> CodedRows:
         """Some rows of one matrix of a stack."""
-        zeros, offsets = self.zero_points, self.offsets
-        return CodedRows(
-            self.codes[i, rows],
-            self.scales[i, rows],
-            None if zeros is None else zeros[i, rows],
-            None if offsets is None else offsets[i, rows],
-        )
+        return self._each(lambda array: array[i, rows])
 
     def stacked(self, n_rows: int) -> CodedRows:
         """A matrix as a stack of matrices of so many rows."""
-
-        def cut(a: Any) -> Any:
-            return None if a is None else a.reshape(-1, n_rows, a.shape[1])
-
-        return CodedRows(cut(self.codes), cut(self.scales), cut(self.zero_points), cut(self.offsets))
+        return self._each(lambda array: array.reshape(-1, n_rows, array.shape[1]))
 
     def joined(self, other: CodedRows, join: Callable[[Any, Any], Any]) -> CodedRows:
         """Each array joined with that of the other."""
-
-        def both(a: Any, b: Any) -> Any:
-            return None if a is None else join(a, b)
-
-        return CodedRows(
-            both(self.codes, other.codes),
-            both(self.scales, other.scales),
-            both(self.zero_points, other.zero_points),
-            both(self.offsets, other.offsets),
-        )
+        pairs = zip(self._arrays(), other._arrays(), strict=True)
+        joined: list[Any] = [None if a is None else join(a, b) for a, b in pairs]
+        return CodedRows(*joined)
 
     def parts(self, scheme: QuantScheme) -> dict[str, npt.NDArray[np.generic]]:
         """As the container has them."""
-        return pack_matrix(scheme, self.codes, self.scales, self.zero_points, self.offsets)
+        return pack_matrix(scheme, *self._arrays())
 
 
 @dataclass(frozen=True, slots=True)

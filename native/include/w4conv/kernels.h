@@ -23,13 +23,15 @@ constexpr int kFactorBlock = 2 * kPanel;      // rows of a factor made together
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kNf4, kFp4, kInt8, kF16, kBf16, kF32 };
+enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
 constexpr bool is_codebook(Kind kind) { return kind >= Kind::kE2m1 && kind <= Kind::kFp4; }
 // Whether products take the activations as integers (docs/numerics.md 2), or as they are.
-constexpr bool takes_integers(Kind kind) { return kind < Kind::kNf4 || kind == Kind::kInt8; }
+constexpr bool is_int8(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kInt8o; }
+constexpr bool has_offsets(Kind kind) { return kind == Kind::kInt4o || kind == Kind::kInt8o; }
+constexpr bool takes_integers(Kind kind) { return kind < Kind::kNf4 || is_int8(kind); }
 constexpr int columns_per_dword(Kind kind) {
-  return kind < Kind::kInt8 ? 8 : kind == Kind::kInt8 ? 4 : kind == Kind::kF32 ? 1 : 2;
+  return kind < Kind::kInt8 ? 8 : is_int8(kind) ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
 // The code that stands in padding columns (w4-codes 3.5).
 constexpr int zero_code(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kInt4z ? 8 : kind == Kind::kNf4 ? 7 : 0; }
@@ -57,19 +59,29 @@ constexpr float kE2m1Levels[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0
                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 // Twice as much is whole, so that products are those of integers, with half of each scale.
 constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kIq4nlBytes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr float kIq4nlLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr const float* levels_of(Kind kind) {
-  return kind == Kind::kNf4 ? kNf4Levels : kind == Kind::kFp4 ? kFp4Levels : kE2m1Levels;
+  return kind == Kind::kNf4    ? kNf4Levels
+         : kind == Kind::kFp4  ? kFp4Levels
+         : kind == Kind::kE2m1 ? kE2m1Levels
+                               : kIq4nlLevels;
 }
+
+// Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns.
+enum class ScaleType : uint8_t { kF16, kF32, kInt8 };
+constexpr int64_t kSuperColumns = 256;
 
 struct Matrix {
   Kind kind = Kind::kF32;
   int64_t n_rows = 0, n_columns = 0;
   int64_t group_size = 0;                // columns that share a weight scale; n_columns for whole rows; 0 for floats
   const uint32_t* lines = nullptr;       // [tile][n_lines][16]
-  const void* scales = nullptr;          // [tile][n_groups][16] FP16, or float32 if wide_scales; null for floats
+  const void* scales = nullptr;          // [tile][n_groups][16] of scale_type; null for floats
   const uint8_t* zero_points = nullptr;  // [tile][n_groups][16], of kInt4z
-  const void* offsets = nullptr;         // of the same type as scales, of kInt4o
-  bool wide_scales = false;
+  const void* offsets = nullptr;         // of the same type as scales, where has_offsets
+  ScaleType scale_type = ScaleType::kF16;
+  const uint16_t *super_scales = nullptr, *super_offsets = nullptr;  // [tile][n_supers][16] FP16, of ScaleType::kInt8
 
   int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }
   int rows_of(int64_t tile) const {
@@ -77,6 +89,7 @@ struct Matrix {
   }
   int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
   int64_t n_groups() const { return is_float(kind) ? 0 : (n_columns + group_size - 1) / group_size; }
+  int64_t n_supers() const { return scale_type == ScaleType::kInt8 ? (n_columns + kSuperColumns - 1) / kSuperColumns : 0; }
   // Columns of an activation block: the weight group, or kBlock where that is smaller.
   int64_t block() const { return group_size < kBlock ? group_size : kBlock; }
 };

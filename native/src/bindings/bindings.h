@@ -30,8 +30,8 @@ inline void require(bool holds, const char* what) {
 struct MatrixParts {
   std::string kind;
   int64_t n_rows, n_columns, group_size;
-  bool wide_scales;
-  Bytes codes, scales, zero_points, offsets;
+  std::string scale_type;
+  Bytes codes, scales, zero_points, offsets, super_scales, super_offsets;
 
   Matrix matrix() const;
 };

@@ -19,7 +19,9 @@ Kind kind_of(const std::string& name) {
   if (name == "nf4") return Kind::kNf4;
   if (name == "fp4") return Kind::kFp4;
   if (name == "e2m1") return Kind::kE2m1;
+  if (name == "iq4nl") return Kind::kIq4nl;
   if (name == "int8") return Kind::kInt8;
+  if (name == "int8o") return Kind::kInt8o;
   if (name == "f16") return Kind::kF16;
   if (name == "bf16") return Kind::kBf16;
   if (name == "f32") return Kind::kF32;
@@ -58,8 +60,8 @@ Matrix shape_of(const std::string& kind, int64_t n_rows, int64_t n_columns, int6
   w.n_columns = n_columns;
   if (!is_float(w.kind)) {
     w.group_size = group_size == 0 ? n_columns : group_size;
-    require(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256,
-            "group size is not one of 32, 64, 128, 256, 0");
+    require(group_size == 0 || (group_size >= 16 && group_size <= 256 && (group_size & (group_size - 1)) == 0),
+            "group size is not one of 16, 32, 64, 128, 256, 0");
   }
   return w;
 }
@@ -76,6 +78,14 @@ constexpr const char* kWrongScales = "scales: wrong number of bytes";
 constexpr const char* kWrongValues = "values: wrong number of bytes";
 constexpr const char* kWrongPoints = "zero_points: wrong number of bytes";
 constexpr const char* kWrongOffsets = "offsets: wrong number of bytes";
+constexpr const char* kWrongSupers = "super scales: wrong number of bytes";
+
+ScaleType scale_type_of(const std::string& name) {
+  if (name == "f16" || name.empty()) return ScaleType::kF16;  // floats have none
+  if (name == "f32") return ScaleType::kF32;
+  if (name == "i8") return ScaleType::kInt8;
+  throw std::invalid_argument("no such type of scales: " + name);
+}
 
 std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Bytes& values, const std::string& dtype,
                                                            int64_t n_rows, int64_t n_columns, const std::string& kind,
@@ -137,7 +147,7 @@ std::tuple<double, bool, bool> bound_compare_with_source(Pool& pool, const Bytes
   const Matrix w = parts.matrix();
   const Dtype d = dtype_of(dtype);
   require(values.size() == static_cast<size_t>(w.n_rows) * static_cast<size_t>(w.n_columns * dtype_nbytes(d)), kWrongValues);
-  require(!remake || !w.wide_scales, "only FP16 scales are made");
+  require(!remake || w.scale_type == ScaleType::kF16, "only FP16 scales are made");
   const GroupSums out = sums_of(sums, w.n_rows, w.n_columns, group_size);
   const Kernels& k = kernels();
   const nb::gil_scoped_release release;
@@ -151,15 +161,22 @@ Matrix MatrixParts::matrix() const {
   Matrix w = shape_of(kind, n_rows, n_columns, group_size);
   const int64_t n_scales = w.n_tiles() * kTileRows * w.n_groups();
   w.lines = part_of<uint32_t>(codes, w.n_tiles() * kTileRows * w.n_lines(), kWrongCodes);
-  w.wide_scales = wide_scales;
-  const int64_t n_offsets = w.kind == Kind::kInt4o ? n_scales : 0;
-  if (wide_scales) {
+  w.scale_type = scale_type_of(scale_type);
+  const int64_t n_offsets = has_offsets(w.kind) ? n_scales : 0;
+  if (w.scale_type == ScaleType::kF32) {
     w.scales = part_of<float>(scales, n_scales, kWrongScales);
     w.offsets = part_of<float>(offsets, n_offsets, kWrongOffsets);
-  } else {
+  } else if (w.scale_type == ScaleType::kF16) {
     w.scales = part_of<uint16_t>(scales, n_scales, kWrongScales);
     w.offsets = part_of<uint16_t>(offsets, n_offsets, kWrongOffsets);
+  } else {
+    require(group_size >= 16 && group_size <= 128, "bytes as scales are those of groups of 16 to 128");
+    w.scales = part_of<int8_t>(scales, n_scales, kWrongScales);
+    w.offsets = part_of<int8_t>(offsets, n_offsets, kWrongOffsets);
   }
+  const int64_t n_supers = w.n_tiles() * kTileRows * w.n_supers();
+  w.super_scales = part_of<uint16_t>(super_scales, n_supers, kWrongSupers);
+  w.super_offsets = part_of<uint16_t>(super_offsets, has_offsets(w.kind) ? n_supers : 0, kWrongSupers);
   const bool has_points = w.kind == Kind::kInt4z;
   const auto* points = part_of<uint8_t>(zero_points, has_points ? n_scales : 0, kWrongPoints);
   w.zero_points = has_points ? points : nullptr;
@@ -170,14 +187,22 @@ void register_matrices(nb::module_& m) {
   nb::class_<MatrixParts>(m, "MatrixParts")
       .def(
           "__init__",
-          [](MatrixParts* p, std::string kind, int64_t n_rows, int64_t n_columns, int64_t group_size, bool wide_scales,
-             Bytes codes, Bytes scales, Bytes zero_points, Bytes offsets) {
-            new (p) MatrixParts{std::move(kind),   n_rows,           n_columns,         group_size,
-                                wide_scales,       std::move(codes), std::move(scales), std::move(zero_points),
-                                std::move(offsets)};
+          [](MatrixParts* p, std::string kind, int64_t n_rows, int64_t n_columns, int64_t group_size, std::string scale_type,
+             Bytes codes, Bytes scales, Bytes zero_points, Bytes offsets, Bytes super_scales, Bytes super_offsets) {
+            new (p) MatrixParts{std::move(kind),
+                                n_rows,
+                                n_columns,
+                                group_size,
+                                std::move(scale_type),
+                                std::move(codes),
+                                std::move(scales),
+                                std::move(zero_points),
+                                std::move(offsets),
+                                std::move(super_scales),
+                                std::move(super_offsets)};
           },
-          "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "wide_scales"_a, "codes"_a, "scales"_a, "zero_points"_a,
-          "offsets"_a);
+          "kind"_a, "n_rows"_a, "n_columns"_a, "group_size"_a, "scale_type"_a, "codes"_a, "scales"_a, "zero_points"_a,
+          "offsets"_a, "super_scales"_a, "super_offsets"_a);
   m.def("convert", &convert, "pool"_a, "values"_a, "dtype"_a, "n_rows"_a, "n_columns"_a, "kind"_a, "group_size"_a, "codes"_a,
         "scales"_a, "zero_points"_a);
   m.def("dequantize", &bound_dequantize, "pool"_a, "parts"_a, "out"_a);

@@ -23,23 +23,31 @@ inline void look_up_levels(const uint32_t* dwords, int64_t n, const Levels& leve
   }
 }
 
+// Of one row.
+inline float scale_at(const Scales& s, int64_t tile, int64_t group, int64_t lane) {
+  const int64_t at = (tile * s.n_groups + group) * 16 + lane;
+  if (s.type == ScaleType::kF16) return f16_value(static_cast<const uint16_t*>(s.values)[at]);
+  if (s.type == ScaleType::kF32) return static_cast<const float*>(s.values)[at];
+  const float super = f16_value(s.supers[(tile * s.n_supers + (group >> s.super_shift)) * 16 + lane]);
+  return super * static_cast<float>(static_cast<const int8_t*>(s.values)[at]);
+}
+
 // out: n_columns floats, padded to 16.
 void dequantize_row(const Matrix& w, int64_t row, float* out) {
   const int64_t tile = row / kTileRows, lane = row % kTileRows, columns = columns_per_dword(w.kind);
   const uint32_t* lines = w.lines + tile * w.n_lines() * 16 + lane;
   const int64_t n_groups = is_float(w.kind) ? 1 : w.n_groups(), size = is_float(w.kind) ? w.n_columns : w.group_size;
   for (int64_t g = 0; g < n_groups; g++) {
-    const int64_t at = (tile * n_groups + g) * 16 + lane;
     const int64_t group_end = size < w.n_columns - g * size ? (g + 1) * size : w.n_columns;
-    auto number = [&](const void* p) {
-      return w.wide_scales ? static_cast<const float*>(p)[at] : f16_value(static_cast<const uint16_t*>(p)[at]);
-    };
-    const float scale = is_float(w.kind) ? 1.0f : number(w.scales);
-    const int zero_point = w.kind == Kind::kInt4z ? w.zero_points[at] : w.kind == Kind::kInt4o ? 0 : 8;
+    const float scale = is_float(w.kind) ? 1.0f : scale_at(Scales::of(w), tile, g, lane);
+    const float offset = has_offsets(w.kind) ? scale_at(Scales::of_offsets(w), tile, g, lane) : 0.0f;
+    const int zero_point = w.kind == Kind::kInt4z   ? w.zero_points[(tile * n_groups + g) * 16 + lane]
+                           : w.kind == Kind::kInt4o ? 0
+                                                    : 8;
     alignas(64) float values[16];
     for (int code = 0; code < 16; code++) {
       values[code] = scale * (is_codebook(w.kind) ? levels_of(w.kind)[code] : static_cast<float>(code - zero_point));
-      if (w.kind == Kind::kInt4o) values[code] += number(w.offsets);  // a sum with 0 would lose the sign of -0
+      if (w.kind == Kind::kInt4o) values[code] += offset;  // a sum with 0 would lose the sign of -0
     }
     const Levels levels(values);
     for (int64_t k = g * size; k < group_end; k += kRowLines * columns) {
@@ -49,10 +57,12 @@ void dequantize_row(const Matrix& w, int64_t row, float* out) {
       const auto* bytes = reinterpret_cast<const uint8_t*>(dwords);
       if (columns == 8) {
         look_up_levels(dwords, n, levels, out + k);
-      } else if (w.kind == Kind::kInt8) {
+      } else if (is_int8(w.kind)) {
         for (int64_t i = 0; i < n; i += kLanes) {
           const vi codes = from_bytes(reinterpret_cast<const int8_t*>(bytes) + i);
-          store(out + k + i, __builtin_convertvector(codes, vf) * splat(scale));
+          vf x = __builtin_convertvector(codes, vf) * splat(scale);
+          if (w.kind == Kind::kInt8o) x += splat(offset);
+          store(out + k + i, x);
         }
       } else {
         const Dtype dtype = w.kind == Kind::kF32 ? Dtype::kF32 : w.kind == Kind::kBf16 ? Dtype::kBf16 : Dtype::kF16;

@@ -64,7 +64,7 @@ struct NextLines {
 // offset, or bytes with it.
 template <Kind kKind, int kBits, int kTilesNow>
 void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, const vi* zero_points, uint32_t* out) {
-  constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  constexpr int kLines = is_int8(kKind) ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   const int64_t n_lines = w.n_lines(), n_octets = pad_to(n_columns, 8) / 8;
   for (int j = 0; j < kTilesNow; j++) {
     for (int v = 0; v < kVectors; v++) {
@@ -79,8 +79,8 @@ void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns
         vi x = load_bits(line);
         if constexpr (is_bytes(kKind)) {
           vi y = {};
-          if constexpr (kKind == Kind::kE2m1) {
-            y = doubled_e2m1(nibble_bytes<1>(x)), x = doubled_e2m1(nibble_bytes<0>(x));
+          if constexpr (is_looked_up(kKind)) {
+            y = bytes_of<kKind>(nibble_bytes<1>(x)), x = bytes_of<kKind>(nibble_bytes<0>(x));
           } else if (line < last) {
             y = load_bits(line + 16);
           }
@@ -233,7 +233,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
               int64_t n_tokens, uint32_t* scratch) {
   auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
-  const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
+  const Scales scales = Scales::of(w), offsets = Scales::of_offsets(w);
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
   for (int64_t block = 0; block < n_blocks; block++) {
     const int64_t column = block * x.block;
@@ -241,11 +241,11 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     vf w_scales[kGemmTiles * kVectors], w_offsets[kGemmTiles * kVectors];
     vi zero_points[kGemmTiles * kVectors] = {};
     for (int64_t j = 0; j < n_tiles; j++) {
-      const int64_t at = ((tile + j) * n_groups + column / w.group_size) * 16;
+      const int64_t group = column / w.group_size, at = ((tile + j) * n_groups + group) * 16;
       for (int v = 0; v < kVectors; v++) {
-        w_scales[j * kVectors + v] = weight_scale<kKind>(scales, at + v * kLanes);
+        w_scales[j * kVectors + v] = weight_scale<kKind>(scales, tile + j, group, v);
         if (kKind == Kind::kInt4z) zero_points[j * kVectors + v] = zero_point_lanes(w.zero_points + at + v * kLanes);
-        if (kKind == Kind::kInt4o) w_offsets[j * kVectors + v] = offsets.lanes(at + v * kLanes);
+        if (has_offsets(kKind)) w_offsets[j * kVectors + v] = offsets.lanes(tile + j, group, v);
       }
     }
     for (int64_t j = 0; j < n_tiles; j += kTiles) {
@@ -270,7 +270,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
                             x.neg8_sums + m * n_blocks + block * n,
                             n};
         n_now < kTiles ? int_group<kKind, kBits, 1>(b, out) : int_group<kKind, kBits, kTiles>(b, out);
-        if constexpr (kKind == Kind::kInt4o) {
+        if constexpr (has_offsets(kKind)) {
           n_now < kTiles ? add_offsets<1>(b, w_offsets + j * kVectors, out)
                          : add_offsets<kTiles>(b, w_offsets + j * kVectors, out);
         }
@@ -338,15 +338,14 @@ void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ld
   constexpr bool kScaled = is_codebook(kKind);
   float* const sums = scratch + kGemmTiles * kTileRows * kBlock;  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
-  const Scales scales{w.scales, w.wide_scales};
-  const int64_t n_groups = w.n_groups(), block = kScaled ? w.block() : kBlock;
+  const Scales scales = Scales::of(w);
+  const int64_t block = kScaled ? w.block() : kBlock;
   const int64_t end = pad_to(w.n_columns, columns_per_dword(kKind));
   for (int64_t column = 0; column < end; column += block) {
     const int64_t n_columns = end - column < block ? end - column : block;
     vf w_scales[kGemmTiles * kVectors];
     for (int64_t i = 0; kScaled && i < n_tiles * kVectors; i++) {
-      const int64_t at = (tile + i / kVectors) * n_groups + column / w.group_size;
-      w_scales[i] = scales.lanes(at * 16 + i % kVectors * kLanes);
+      w_scales[i] = scales.lanes(tile + i / kVectors, column / w.group_size, i % kVectors);
     }
     for (int64_t j = 0; j < n_tiles; j += kTiles) {
       float* const out = scratch + j * kTileRows * kBlock;

@@ -12,11 +12,11 @@ template <Kind kKind>
 inline Octet load_octet(const uint32_t* line, int64_t next) {
   Octet o = {load_bits(line), vi{}};
   keep(o.x);
-  if constexpr (kKind == Kind::kInt8) {
+  if constexpr (is_int8(kKind)) {
     o.y = load_bits(line + next);
     keep(o.y);
   }
-  if constexpr (kKind == Kind::kE2m1) o = {doubled_e2m1(nibble_bytes<0>(o.x)), doubled_e2m1(nibble_bytes<1>(o.x))};
+  if constexpr (is_looked_up(kKind)) o = {bytes_of<kKind>(nibble_bytes<0>(o.x)), bytes_of<kKind>(nibble_bytes<1>(o.x))};
   return o;
 }
 // Their operand for dword kDword of the activations. kApart: of codes of 4 bits, those of odd dwords stay where they are in
@@ -74,14 +74,14 @@ template <Kind kKind>
 // kTokensNow tokens, all there are, and up to kTilesNow tiles; where there are fewer, the last one is taken again.
 template <Kind kKind, int kBits, int kTokensNow, int kTilesNow>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, float* sums) {
-  constexpr int kLines = kKind == Kind::kInt8 ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  constexpr int kLines = is_int8(kKind) ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   constexpr int kV = kTilesNow * kVectors;
   constexpr bool kApart = kBits == 16 && 2 * kTokensNow <= kTokens;
   constexpr bool kDigits = in_digits(kBits, kTokensNow);
   const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
-  const Scales scales{w.scales, w.wide_scales}, offsets{w.offsets, w.wide_scales};
+  const Scales scales = Scales::of(w), offsets = Scales::of_offsets(w);
   int64_t tiles[kTilesNow];  // behind the first one
 #pragma GCC unroll 4
   for (int j = 0; j < kTilesNow; j++) tiles[j] = j < n_tiles ? j : n_tiles - 1;
@@ -95,14 +95,16 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     const int64_t ahead = (end + kPrefetchOctets <= n_octets ? kPrefetchOctets * kLines
                                                              : kPrefetchOctets * kLines + (kTilesNow - 1) * n_lines) *
                           16;
-    const auto place = [&](int i) { return ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes; };
     const int32_t* const neg8_sums = x.neg8_sums + block * kTokensNow;
     vi isum[kTokensNow][kV], odd[kTokensNow][kV];  // of digits: of the low ones, of the high ones
     vi bias = {};                                  // 128 times the high digits themselves
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
       vi points = {};
-      if constexpr (kKind == Kind::kInt4z) points = zero_point_lanes(w.zero_points + place(i));
+      if constexpr (kKind == Kind::kInt4z) {
+        points =
+            zero_point_lanes(w.zero_points + ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes);
+      }
 #pragma GCC unroll 16
       for (int t = 0; t < kTokensNow; t++) {
         isum[t][i] = start_of_sum<kKind, kBits>(neg8_sums[t], points);
@@ -141,8 +143,8 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     vf w_scales[kV], w_offsets[kV];
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
-      w_scales[i] = weight_scale<kKind>(scales, place(i));
-      if constexpr (kKind == Kind::kInt4o) w_offsets[i] = offsets.lanes(place(i));
+      w_scales[i] = weight_scale<kKind>(scales, tile + tiles[i / kVectors], group, i % kVectors);
+      if constexpr (has_offsets(kKind)) w_offsets[i] = offsets.lanes(tile + tiles[i / kVectors], group, i % kVectors);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < kTokensNow; t++) {
@@ -156,7 +158,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
         }
         float* const sum = sums + (t * kV + i) * kLanes;
         vf next = load(sum) + __builtin_convertvector(isum[t][i], vf) * (w_scales[i] * a_scale);
-        if constexpr (kKind == Kind::kInt4o) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
+        if constexpr (has_offsets(kKind)) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
         store(sum, next);
       }
     }
@@ -227,8 +229,8 @@ inline void add_levels(const Levels& levels, const vi (&lines)[kTilesNow][kVecto
 template <Kind kKind, int kTilesNow>
 void codebook_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t tile) {
   const Levels levels(levels_of(kKind));
-  const Scales scales{w.scales, w.wide_scales};
-  const int64_t n_lines = w.n_lines(), n_groups = w.n_groups(), lines_a_block = (w.block() + 7) / 8;
+  const Scales scales = Scales::of(w);
+  const int64_t n_lines = w.n_lines(), lines_a_block = (w.block() + 7) / 8;
   const int64_t blocks_a_group = (w.group_size + w.block() - 1) / w.block();
   const uint32_t* line = w.lines + tile * n_lines * 16;
   vf sum[kTilesNow][kVectors] = {};
@@ -252,7 +254,7 @@ void codebook_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t
     for (int j = 0; j < kTilesNow; j++) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
-        sum[j][v] += acc[j][v] * scales.lanes(((tile + j) * n_groups + block / blocks_a_group) * 16 + v * kLanes);
+        sum[j][v] += acc[j][v] * scales.lanes(tile + j, block / blocks_a_group, v);
       }
     }
   }

@@ -1,9 +1,9 @@
 // Products of a tiled weight matrix with prepared activations. A lane is a row, so sums never cross lanes.
 //
-// Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of int4o then
-// y += float(asum) * (w_offset * a_scale).
-// Float form (3): one chain of fused multiply-adds a row, or a block of it, columns ascending.
-// GEMV and GEMM (gemv.inc.h, gemm.inc.h) sum in the same order, so that it does not show which of them ran.
+// Integer form (docs/numerics.md 2): y += float(isum) * (w_scale * a_scale), blocks of columns ascending; of schemes with
+// offsets then y += float(asum) * (w_offset * a_scale). Float form (3): one chain of fused multiply-adds a row, or a block
+// of it, columns ascending. GEMV and GEMM (gemv.inc.h, gemm.inc.h) sum in the same order, so that it does not show which of
+// them ran.
 
 #include "weights.inc.h"
 //
@@ -29,7 +29,9 @@ void matmul_int(const Matrix& w, const IntActivations& x, float* y, int64_t ldy,
   if (w.kind == Kind::kInt4z) run(bytes ? int_tiles<Kind::kInt4z, 8> : int_tiles<Kind::kInt4z, 16>);
   if (w.kind == Kind::kInt4o) run(bytes ? int_tiles<Kind::kInt4o, 8> : int_tiles<Kind::kInt4o, 16>);
   if (w.kind == Kind::kE2m1) run(bytes ? int_tiles<Kind::kE2m1, 8> : int_tiles<Kind::kE2m1, 16>);
+  if (w.kind == Kind::kIq4nl) run(bytes ? int_tiles<Kind::kIq4nl, 8> : int_tiles<Kind::kIq4nl, 16>);
   if (w.kind == Kind::kInt8) run(bytes ? int_tiles<Kind::kInt8, 8> : int_tiles<Kind::kInt8, 16>);
+  if (w.kind == Kind::kInt8o) run(bytes ? int_tiles<Kind::kInt8o, 8> : int_tiles<Kind::kInt8o, 16>);
 }
 
 template <Kind kKind>

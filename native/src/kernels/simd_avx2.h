@@ -62,8 +62,8 @@ inline void end_of_stream() { _mm_sfence(); }
 inline void keep(vi& x) { asm("" : "+x"(x)); }
 
 // Of each byte below 16, the code of a weight.
-inline vi doubled_e2m1(vi codes) {
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kDoubledE2m1)));
+inline vi looked_up(const int8_t* bytes, vi codes) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
   return (vi)_mm256_shuffle_epi8(table, (__m256i)codes);
 }
 

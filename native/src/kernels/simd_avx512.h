@@ -53,8 +53,8 @@ inline void end_of_stream() { _mm_sfence(); }
 inline void keep(vi& x) { asm("" : "+v"(x)); }
 
 // Of each byte below 16, the code of a weight.
-inline vi doubled_e2m1(vi codes) {
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kDoubledE2m1)));
+inline vi looked_up(const int8_t* bytes, vi codes) {
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
   return (vi)_mm512_shuffle_epi8(table, (__m512i)codes);
 }
 

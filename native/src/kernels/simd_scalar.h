@@ -76,11 +76,11 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void keep(vi&) {}
 
 // Of each byte below 16, the code of a weight.
-inline vi doubled_e2m1(vi codes) {
+inline vi looked_up(const int8_t* bytes, vi codes) {
   vi out;
   for (int i = 0; i < kLanes; i++) {
     uint32_t bits = 0;
-    for (int j = 0; j < 32; j += 8) bits |= uint32_t{static_cast<uint8_t>(kDoubledE2m1[codes[i] >> j & 15])} << j;
+    for (int j = 0; j < 32; j += 8) bits |= uint32_t{static_cast<uint8_t>(bytes[codes[i] >> j & 15])} << j;
     out[i] = static_cast<int32_t>(bits);
   }
   return out;

@@ -6,11 +6,31 @@ constexpr int64_t kPrefetchOctets = 16;  // columns / 8 fetched ahead of those i
 // unsigned and the high one signed: codes of 4 bits need fewer masks and shifts so.
 constexpr bool in_digits(int bits, int64_t n_tokens) { return kWideBytes && bits == 16 && n_tokens == 1; }
 
+// The scales, or the offsets, of the groups of a matrix.
 struct Scales {
   const void* values;
-  bool wide;
-  vf lanes(int64_t index) const {
-    return wide ? load(static_cast<const float*>(values) + index) : from_f16(static_cast<const uint16_t*>(values) + index);
+  const uint16_t* supers;
+  ScaleType type;
+  int64_t n_groups, n_supers;
+  int super_shift;  // from a group to its super-scale
+  static Scales of(const Matrix& w) {
+    return {w.scales, w.super_scales, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
+  }
+  static Scales of_offsets(const Matrix& w) {
+    return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
+  }
+  // Of a vector of rows of a tile.
+  vf lanes(int64_t tile, int64_t group, int64_t v) const {
+    const int64_t index = (tile * n_groups + group) * 16 + v * kLanes;
+    if (type == ScaleType::kF16) return from_f16(static_cast<const uint16_t*>(values) + index);
+    if (type == ScaleType::kF32) return load(static_cast<const float*>(values) + index);
+    const vf super = from_f16(supers + (tile * n_supers + (group >> super_shift)) * 16 + v * kLanes);
+    return super * __builtin_convertvector(from_bytes(static_cast<const int8_t*>(values) + index), vf);
+  }
+
+ private:
+  static int shift_of(const Matrix& w) {
+    return w.scale_type == ScaleType::kInt8 ? __builtin_ctzll(static_cast<uint64_t>(kSuperColumns / w.group_size)) : 0;
   }
 };
 
@@ -40,13 +60,18 @@ inline vi byte_pair(vi line) {
   return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
 }
 // Weights that are signed bytes, as they are or looked up.
-constexpr bool is_bytes(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kE2m1; }
+constexpr bool is_looked_up(Kind kind) { return kind == Kind::kE2m1 || kind == Kind::kIq4nl; }
+constexpr bool is_bytes(Kind kind) { return is_int8(kind) || is_looked_up(kind); }
+template <Kind kKind>
+inline vi bytes_of(vi codes) {
+  return looked_up(kKind == Kind::kE2m1 ? kDoubledE2m1 : kIq4nlBytes, codes);
+}
 // Where dot_bytes takes any byte, those weights w enter it as w + 128.
 constexpr bool biased(Kind kind) { return kWideBytes && is_bytes(kind); }
 // What a block's integers are multiplied with, next to the scale of the activations.
 template <Kind kKind>
-inline vf weight_scale(const Scales& scales, int64_t index) {
-  return kKind == Kind::kE2m1 ? scales.lanes(index) * 0.5f : scales.lanes(index);
+inline vf weight_scale(const Scales& scales, int64_t tile, int64_t group, int64_t v) {
+  return kKind == Kind::kE2m1 ? scales.lanes(tile, group, v) * 0.5f : scales.lanes(tile, group, v);
 }
 
 // Column c of a float line.
