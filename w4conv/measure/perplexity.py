@@ -21,6 +21,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from w4conv import elementary
 from w4conv.errors import InputError, UsageError
 
 F32Array = npt.NDArray[np.float32]
@@ -119,12 +120,11 @@ def check_finite(nlls: F64Array) -> None:
 def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:
     """logits: (n, vocab_size) float32, targets: (n,). The log-sum-exp is taken in float64, relative to the maximum."""
     out = np.empty(len(targets))
-    exponentials = np.empty(logits.shape[1])  # one row at a time stays in the cache: twice as fast as all at once
+    shifted = np.empty(logits.shape[1])  # one row at a time stays in the cache: twice as fast as all at once
     for i, (row, target) in enumerate(zip(logits, targets, strict=True)):
         largest = float(row.max())
-        np.subtract(row, largest, out=exponentials, dtype=np.float64)
-        np.exp(exponentials, out=exponentials)
-        out[i] = math.log(exponentials.sum()) + (largest - float(row[target]))
+        np.subtract(row, largest, out=shifted, dtype=np.float64)
+        out[i] = elementary.log(elementary.total(elementary.exp(shifted))) + (largest - float(row[target]))
     return out
 
 
@@ -150,14 +150,14 @@ class Increase:
 
 
 def estimate(nlls: F64Array) -> Estimate:
-    value = math.exp(nlls.mean())
+    value = math.exp(elementary.mean(nlls))
     return Estimate(value, value * _stderr(nlls))
 
 
 def increase(nlls: F64Array, base: F64Array) -> Increase:
     """Of `nlls` over `base`, two arrays of the same shape from `token_nlls` over the same windows."""
-    value, base_value = math.exp(nlls.mean()), math.exp(base.mean())
-    ratio = math.exp((nlls - base).mean())
+    value, base_value = math.exp(elementary.mean(nlls)), math.exp(elementary.mean(base))
+    ratio = math.exp(elementary.mean(nlls - base))
     # First order: d(e^a - e^b) = e^a da - e^b db, whose variance is that of the weighted differences.
     return Increase(
         difference=value - base_value,
@@ -168,4 +168,4 @@ def increase(nlls: F64Array, base: F64Array) -> Increase:
 
 
 def _stderr(values: F64Array) -> float:
-    return math.sqrt(values.var() / (values.size - 1)) if values.size > 1 else math.inf
+    return math.sqrt(elementary.variance(values) / (values.size - 1)) if values.size > 1 else math.inf
