@@ -150,14 +150,14 @@ class Increase:
 
 
 def estimate(nlls: F64Array) -> Estimate:
-    value = math.exp(elementary.mean(nlls))
+    value = _exp_of_mean(nlls)
     return Estimate(value, value * _stderr(nlls))
 
 
 def increase(nlls: F64Array, base: F64Array) -> Increase:
     """Of `nlls` over `base`, two arrays of the same shape from `token_nlls` over the same windows."""
-    value, base_value = math.exp(elementary.mean(nlls)), math.exp(elementary.mean(base))
-    ratio = math.exp(elementary.mean(nlls - base))
+    value, base_value = _exp_of_mean(nlls), _exp_of_mean(base)
+    ratio = _exp_of_mean(nlls - base)
     # First order: d(e^a - e^b) = e^a da - e^b db, whose variance is that of the weighted differences.
     return Increase(
         difference=value - base_value,
@@ -165,6 +165,10 @@ def increase(nlls: F64Array, base: F64Array) -> Increase:
         ratio=ratio,
         ratio_stderr=ratio * _stderr(nlls - base),
     )
+
+
+def _exp_of_mean(values: F64Array) -> float:
+    return float(elementary.exp(elementary.mean(values)))
 
 
 def _stderr(values: F64Array) -> float:
