@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import codes, kernels
+from w4conv import codes, elementary, kernels
 from w4conv.errors import InputError
-from w4conv.measure.divergence import log_softmax
+from w4conv.measure.divergence import kullback_leibler, log_softmax
 from w4conv.measure.layer_errors import relative_error
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.runtime.engine import LayerModel, Matrix
@@ -201,9 +201,7 @@ class _Run:
                 runs.append((HEAD, coded_head, sequence))
             for what, last, rows in runs:
                 q = (log_softmax(row) for row in last.logits(rows[::_SCORED_EVERY]))
-                sums[what] = sums.get(what, 0.0) + sum(
-                    float(np.dot(np.exp(b), b - a)) for a, b in zip(q, p, strict=True)
-                )
+                sums[what] = sums.get(what, 0.0) + sum(kullback_leibler(b, a) for a, b in zip(q, p, strict=True))
         return {what: total / n for what, total in sums.items()}
 
 
@@ -218,4 +216,4 @@ def _nearest(rows: F32Array, scheme: QuantScheme, threads: int | None) -> F32Arr
 
 
 def _weighted(e: F32Array, weights: F64Array) -> float:
-    return float((np.square(e.astype(np.float64)) * weights).sum())
+    return elementary.total(np.square(e.astype(np.float64)) * weights)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import data_dir
+from reference_forward import ReferenceModel
 from tiny_models import MODELS, N_TOKENS, Case
 
 import w4conv
@@ -60,6 +61,13 @@ def test_the_bits_depend_on_no_tier_thread_or_chunking(
                 logits.add(np.concatenate(rows).tobytes())
     assert len(files) == 1
     assert len(logits) == 1
+
+
+def test_the_bits_are_those_of_the_reference_forward_pass(case: Case, tmp_path: Path) -> None:
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    with open_container(tmp_path / "m.w4") as container, Model(container, kv="int8") as model:
+        want = ReferenceModel(container, kv="int8").logits(case.tokens.tolist())
+        assert model.logits(case.tokens).tobytes() == want.tobytes()
 
 
 def test_int8_is_close_and_int4_is_near(case: Case, tmp_path: Path) -> None:

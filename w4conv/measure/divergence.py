@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv import elementary
 from w4conv.errors import InputError
 from w4conv.measure.layerwise import ScoredBlock
 from w4conv.measure.perplexity import F64Array, NotFiniteError, Windows
@@ -59,19 +60,19 @@ class Comparison:
 
     def divergence(self) -> Divergence:
         k, n = self.klds.ravel(), self.klds.size
-        deltas = np.exp(-self.nlls) - np.exp(-self.base_nlls)
-        same = float(self.same_top.mean())
+        deltas = elementary.exp(-self.nlls) - elementary.exp(-self.base_nlls)
+        same = int(self.same_top.sum()) / n
         spread = max(n - 1, 1)
         return Divergence(
             n_scored=n,
-            mean=float(k.mean()),
-            stderr=math.sqrt(k.var() / spread),
+            mean=elementary.mean(k),
+            stderr=math.sqrt(elementary.variance(k) / spread),
             maximum=float(k.max()),
             percentiles=tuple(Percentile(p, float(np.percentile(k, p))) for p in PERCENTILES),
             same_top=same,
             same_top_stderr=math.sqrt(same * (1 - same) / spread),
-            mean_delta_p=float(deltas.mean()),
-            rms_delta_p=math.sqrt(float(np.square(deltas).mean())),
+            mean_delta_p=elementary.mean(deltas),
+            rms_delta_p=math.sqrt(elementary.mean(np.square(deltas))),
         )
 
 
@@ -90,7 +91,7 @@ def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Compariso
             place, target = (block.window, i - first), windows.tokens[block.window, i + 1]
             log_q, log_p = log_softmax(row), log_softmax(base_row)
             out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
-            out.klds[place] = np.dot(np.exp(log_p), log_p - log_q)
+            out.klds[place] = kullback_leibler(log_p, log_q)
             out.same_top[place] = np.argmax(row) == np.argmax(base_row)
     if not np.isfinite(out.base_nlls).all():
         raise InputError("the source yields logits that are not finite, so nothing diverges from it; it is broken")
@@ -103,5 +104,10 @@ def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Compariso
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> F64Array:
     shifted = logits.astype(np.float64) - float(logits.max())
-    shifted -= math.log(float(np.exp(shifted).sum()))
+    shifted -= elementary.log(elementary.total(elementary.exp(shifted)))
     return shifted
+
+
+def kullback_leibler(log_p: F64Array, log_q: F64Array) -> float:
+    """Sum of p (ln p - ln q)."""
+    return elementary.total(elementary.exp(log_p) * (log_p - log_q))

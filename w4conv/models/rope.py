@@ -95,9 +95,9 @@ class RopeSpec:
         """(len(lengths), n_pairs): the base grows with the length of the sequence ("NTK-aware" scaling)."""
         n = self.rotary_dim(head_dim)
         growth = self.factor * lengths / self.original_max_positions - (self.factor - 1)
-        theta = self.theta * growth ** (n / (n - 2))
-        out: F64Array = theta[:, None] ** (-2 * np.arange(n // 2) / n)
-        return out
+        # Number by number: numpy's powers of arrays differ in last bits with the processor.
+        thetas = [self.theta * g ** (n / (n - 2)) for g in growth.tolist()]
+        return np.array([[theta ** (-2 * i / n) for i in range(n // 2)] for theta in thetas])
 
     def _llama3(self, frequency: float) -> float:
         # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.

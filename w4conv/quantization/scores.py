@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from w4conv import elementary
 from w4conv.models.spec import ModelSpec
 
 F32Array = npt.NDArray[np.float32]
@@ -36,9 +37,12 @@ class Turns:
 
     def mean(self, moments: F32Array) -> F32Array:
         """Second moments (head_dim, head_dim) of queries, as keys meet them."""
-        c, s = np.cos(self._angles), np.sin(self._angles)
-        cc, cs, sc, ss = (np.round((a.T * self._share) @ b, _DECIMALS) for a in (c, s) for b in (c, s))
+        turns = np.concatenate(elementary.cos_sin(self._angles), axis=1)
+        means = np.zeros((turns.shape[1], turns.shape[1]))
+        for row, share in zip(turns, self._share, strict=True):  # one after another
+            means += np.multiply.outer(row * share, row)
         half = len(self._order) // 2
+        (cc, cs), (sc, ss) = (np.split(rows, 2, axis=1) for rows in np.split(np.round(means, _DECIMALS), 2))
         m = moments[np.ix_(self._order, self._order)].astype(np.float64)
         ff, fs, sf, of_second = m[:half, :half], m[:half, half:], m[half:, :half], m[half:, half:]
         turned = [

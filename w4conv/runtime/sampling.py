@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from w4conv import elementary
 from w4conv.arguments import count, real, shown
 from w4conv.errors import UsageError
 
@@ -54,17 +55,17 @@ class Sampler:
     def probabilities(self, logits: npt.NDArray[np.float32]) -> F64Array:
         """(vocab_size,) float64 that a draw uses: zero where a filter took the token out; the rest sums to 1."""
         x = logits.astype(np.float64)
-        p: F64Array = np.exp((x - x.max()) / self.temperature)
-        p /= p.sum()
+        p: F64Array = elementary.exp((x - x.max()) / self.temperature)
+        p /= elementary.total(p)
         if 0 < self.top_k < len(p):
             p = _keep_largest(p, self.top_k)
         if self.top_p < 1:
             descending = np.sort(p)[::-1]
-            reached = np.cumsum(descending) >= self.top_p * p.sum()
+            reached = np.cumsum(descending) >= self.top_p * elementary.total(p)
             p = _keep_largest(p, int(np.argmax(reached)) + 1 if reached.any() else len(p))
         if self.min_p > 0:
             p = np.where(p >= self.min_p * p.max(), p, 0.0)
-        p /= p.sum()
+        p /= elementary.total(p)
         return p
 
 

@@ -1,0 +1,136 @@
+"""Sections 2 and 3 of docs/numerics.md: a matrix of the container times rows of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from reference_forward.arithmetic import F32, f32, fma
+from w4conv import codes
+from w4conv.container import Container
+from w4conv.scheme import QuantScheme
+
+INTEGER_KINDS = ("int4", "int4z", "int4o", "e2m1", "int8")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """levels: (n_rows, n_columns), int64 of integer kinds, else float32; of e2m1 twice the level, and half the scale.
+    scales, offsets: (n_rows, n_groups) float32."""
+
+    kind: str
+    group_size: int
+    levels: npt.NDArray[np.generic]
+    scales: F32
+    offsets: F32 | None
+
+    @property
+    def block(self) -> int:
+        return min(self.group_size, 128)
+
+    def group_of(self, column: int) -> int:
+        return column // self.group_size
+
+    def rows(self, ids: npt.NDArray[np.integer]) -> F32:
+        """Values by w4-codes 5: level * scale, + offset, in float32."""
+        levels = self.levels[ids].astype(f32)
+        if not self.scales.size:
+            return levels
+        groups = np.arange(levels.shape[1]) // self.group_size
+        values: F32 = levels * self.scales[ids][:, groups]
+        return values if self.offsets is None else values + self.offsets[ids][:, groups]
+
+
+def read_matrices(container: Container, name: str) -> list[Matrix]:
+    """The matrix of a tensor, or those of a stack."""
+    info = container.tensors[name]
+    scheme: QuantScheme = info.scheme
+    parts: Mapping[str, npt.NDArray[np.uint8]] = {part.kind: container.bytes_of(part) for part in info.parts}
+    n_matrices, n_rows, n_columns = codes.matrix_shape(info.shape)
+    n_lines, n_tiles = -(-n_columns // scheme.columns_per_dword), -(-n_rows // 16)
+    kind = "values" if scheme.is_float else "codes"
+    dwords = np.ascontiguousarray(parts[kind]).view("<u4").reshape(n_matrices, n_tiles, n_lines, 16)
+    stored = codes.unpack(scheme, dwords, n_rows, n_columns)
+    if scheme.is_float:
+        values = (stored.astype(np.uint32) << 16).view(f32) if scheme.kind == "bf16" else stored.astype(f32)
+        none = np.empty((n_rows, 0), f32)
+        return [Matrix(scheme.kind, n_columns, v, none, None) for v in values]
+
+    def of_groups(part: str, dtype: str) -> npt.NDArray[np.generic]:
+        tiled = np.ascontiguousarray(parts[part]).view(dtype).reshape(n_matrices, n_tiles, -1, 16)
+        return codes.unpack_rows(tiled, n_rows)
+
+    dtype = {"f16": "<f2", "f32": "<f4"}[scheme.scale_dtype]
+    group_size = scheme.group_size or n_columns
+    scales = of_groups("scales", dtype).astype(f32)
+    offsets = of_groups("offsets", dtype).astype(f32) if scheme.kind == "int4o" else [None] * n_matrices
+    levels: npt.NDArray[np.generic]
+    if scheme.kind == "int4":
+        levels = stored.astype(np.int64) - 8
+    elif scheme.kind == "int4z":
+        points = of_groups("zero_points", "u1").astype(np.int64)
+        levels = stored.astype(np.int64) - np.repeat(points, group_size, axis=2)[..., :n_columns]
+    elif scheme.kind == "e2m1":
+        levels = np.rint(2 * codes.CODEBOOKS["e2m1"])[stored].astype(np.int64)
+        scales = scales * f32(0.5)
+    elif scheme.kind in ("nf4", "fp4"):
+        levels = codes.CODEBOOKS[scheme.kind][stored]
+    else:
+        levels = stored.astype(np.int64)
+    return [Matrix(scheme.kind, group_size, *each) for each in zip(levels, scales, offsets, strict=True)]
+
+
+def multiply(matrix: Matrix, x: F32, *, top: int) -> F32:
+    """x: (n_tokens, n_columns). top: 32767, or 127 with activations of 8 bits. (n_tokens, n_rows)."""
+    if matrix.kind in INTEGER_KINDS:
+        return multiply_integers(matrix, x, top)
+    return multiply_levels(matrix, x) if matrix.kind in ("nf4", "fp4") else multiply_floats(matrix, x)
+
+
+# ---- 2 Integer weights ---------------------------------------------------------------------------------------------
+
+
+def integers(x: F32, top: int) -> tuple[F32, npt.NDArray[np.int64]]:
+    """Runs of the last axis as a scale (..., 1) and whole numbers; also of keys and values (5.2)."""
+    highest = np.abs(x).max(axis=-1, keepdims=True)
+    bad = ~np.isfinite(highest)
+    scale = np.where(bad, f32(0), highest) / f32(top)
+    scale = np.where(scale >= f32(2**-126), scale, f32(0))
+    quotients = np.where(scale > 0, x, f32(0)) / np.where(scale > 0, scale, f32(1))
+    return np.where(bad, f32(np.nan), scale), np.rint(quotients).astype(np.int64)
+
+
+def multiply_integers(w: Matrix, x: F32, top: int) -> F32:
+    y = np.zeros((len(x), len(w.levels)), f32)
+    for column in range(0, x.shape[1], w.block):
+        columns = slice(column, column + w.block)
+        a_scale, a = integers(x[:, columns], top)
+        isum = a @ w.levels[:, columns].astype(np.int64).T
+        group = w.group_of(column)
+        y = y + isum.astype(f32) * (w.scales[:, group] * a_scale)
+        if w.offsets is not None:
+            y = y + a.sum(axis=1, keepdims=True).astype(f32) * (w.offsets[:, group] * a_scale)
+    return y
+
+
+# ---- 3 Float and codebook weights ----------------------------------------------------------------------------------
+
+
+def multiply_floats(w: Matrix, x: F32) -> F32:
+    y = np.zeros((len(x), len(w.levels)), f32)
+    for k in range(x.shape[1]):
+        y = fma(w.levels[:, k], x[:, k, None], y)
+    return y
+
+
+def multiply_levels(w: Matrix, x: F32) -> F32:
+    y = np.zeros((len(x), len(w.levels)), f32)
+    for column in range(0, x.shape[1], w.block):
+        s = np.zeros_like(y)
+        for k in range(column, min(column + w.block, x.shape[1])):
+            s = fma(w.levels[:, k], x[:, k, None], s)
+        y = y + s * w.scales[:, w.group_of(column)]
+    return y
