@@ -176,7 +176,7 @@ def test_keys_stay_where_memory_grows(kv: str, tmp_path: Path) -> None:
     keys = {"max_position_embeddings": 1 << 20}
     source = make_llama_dir(tmp_path / "hf", config=keys, heads=4, kv_heads=4, head_dim=256, layers=1)
     quantize(source, tmp_path / "m.w4", group_size=32)
-    n = {"f16": 2300, "f32": 1600, "int8": 4300}[kv]
+    n = {"f16": 2300, "f32": 2100, "int8": 4300}[kv]
     ids = np.random.default_rng(0).integers(0, 300, n)
     with Model(tmp_path / "m.w4", threads=2, kv=kv) as model:
         session = model.session()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -20,8 +19,7 @@ from w4conv.container.layout import Header, Part, TensorInfo
 from w4conv.errors import FormatError, UsageError
 from w4conv.scheme import QuantScheme
 
-_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or the beginning of one
-_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_BLOCK: Final = 1 << 18  # bytes looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +304,16 @@ def _is_dtype_word(word: str) -> bool:
 
 def _depth(raw: bytes) -> int:
     """How deep the brackets outside of strings are nested, counted as w4-container 3.2 says; `raw` may be anything."""
-    bare = _STRING.sub(b"", raw).translate(None, _NO_BRACKETS)
-    steps = np.where(np.isin(np.frombuffer(bare, np.uint8), tuple(b"[{")), 1, -1)
-    return int(steps.cumsum().max(initial=0))
+    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote left begins or ends a string
+    depth = deepest = n_quotes = 0
+    for start in range(0, len(bare), _BLOCK):  # so that little memory is taken
+        block = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)
+        quotes = np.cumsum(block == ord('"')) + n_quotes
+        curly = block | 0x20  # [ and ] as { and }
+        steps = (curly == ord("{")).astype(np.int8) - (curly == ord("}"))
+        depths = depth + np.cumsum(np.where(quotes % 2 == 0, steps, 0))
+        depth, deepest, n_quotes = int(depths[-1]), max(deepest, int(depths.max())), int(quotes[-1])
+    return deepest
 
 
 def _not_plain(value: object) -> str | None:

@@ -1,27 +1,27 @@
 """GGUF types whose blocks a scheme of the container holds exactly, as codes and scales of groups of columns.
 
-type      columns  a block holds                                            becomes
-Q4_0      32       f16 scale d, 4-bit codes q                               int4/g32       (q - 8) d
-Q4_1      32       d, f16 offset m, q       int4/g32 or int4z/g32 where every m is minus a whole number of d;
-                                                                            else int4o/g32 q d + m
-Q5_0      32       d, 5-bit q                                               int8/g32       (q - 16) d
-Q5_1      32       d, m, 5-bit q                                            int8o/g32      q d + m
-Q8_0      32       d, signed bytes q                                        int8/g32       q d
-MXFP4     32       exponent, 4-bit q                                        e2m1/g32       E2M1[q] 2^e
-NVFP4     64       4 scales in E4M3, 4-bit q                                e2m1/g16       E2M1[q] d
-TQ1_0, TQ2_0  256  d, 3 levels                                              int4/g256      (q - 1) d
-IQ4_NL    32       d, 4-bit q                                               iq4nl/g32      IQ4NL[q] d
-IQ4_XS    256      d, 6-bit s - 32, 4-bit q                                 iq4nl/g32/i8   IQ4NL[q] (d s)
-Q2_K      256      d, m, 4-bit s and t, 2-bit q                             int4o/g16/i8   q (d s) - (m t)
-Q3_K      256      d, 6-bit s - 32, 3-bit q - 4                             int4/g16/i8    q (d s)
-Q4_K      256      d, m, 6-bit s and t, 4-bit q                             int4o/g32/i8   q (d s) - (m t)
-Q5_K      256      d, m, 6-bit s and t, 5-bit q                             int8o/g32/i8   q (d s) - (m t)
-Q6_K      256      d, signed bytes s, 6-bit q - 32                          int8/g16/i8    q (d s)
-IQ2_XXS   256      d, s and a grid for 32 columns                           int8/g32, f32  q (d (s + 1/2) / 4)
-IQ2_XS, IQ2_S  256  d, s for 16 columns, grids                              int8/g16, f32  q (d (s + 1/2) / 4)
-IQ3_XXS   256      d, s and a grid for 32 columns                           int8/g32, f32  q (d (s + 1/2) / 2)
-IQ3_S     256      d, s for 32 columns, grids                               int8/g32, f32  q (d (2 s + 1))
-IQ1_S, IQ1_M  256  d, s for 32 or 16 columns, grids q / 8                   int8/g32 or /g16, f32  q (d (2 s + 1) / 8)
+type          columns  a block holds                        becomes         value
+Q4_0          32       f16 scale d, 4-bit codes q           int4/g32        (q - 8) d
+Q4_1          32       d, f16 offset m, 4-bit q             int4o/g32       q d + m, see coding_of
+Q5_0          32       d, 5-bit q                           int8/g32        (q - 16) d
+Q5_1          32       d, m, 5-bit q                        int8o/g32       q d + m
+Q8_0          32       d, signed bytes q                    int8/g32        q d
+MXFP4         32       exponent e, 4-bit q                  e2m1/g32        E2M1[q] 2^e
+NVFP4         64       4 scales d in E4M3, 4-bit q          e2m1/g16        E2M1[q] d
+TQ1_0, TQ2_0  256      d, q out of 0 to 2                   int4/g256       (q - 1) d
+IQ4_NL        32       d, 4-bit q                           iq4nl/g32       IQ4NL[q] d
+IQ4_XS        256      d, 6-bit s - 32, 4-bit q             iq4nl/g32/i8    IQ4NL[q] (d s)
+Q2_K          256      d, m, 4-bit s and t, 2-bit q         int4o/g16/i8    q (d s) - (m t)
+Q3_K          256      d, 6-bit s - 32, 3-bit q - 4         int4/g16/i8     q (d s)
+Q4_K          256      d, m, 6-bit s and t, 4-bit q         int4o/g32/i8    q (d s) - (m t)
+Q5_K          256      d, m, 6-bit s and t, 5-bit q         int8o/g32/i8    q (d s) - (m t)
+Q6_K          256      d, signed bytes s, 6-bit q - 32      int8/g16/i8     q (d s)
+IQ2_XXS       256      d, 4-bit s, q out of a grid          int8/g32, f32   q (d (s + 1/2) / 4)
+IQ2_XS, _S    256      the same, for 16 columns             int8/g16, f32   q (d (s + 1/2) / 4)
+IQ3_XXS       256      d, 4-bit s, q out of a grid          int8/g32, f32   q (d (s + 1/2) / 2)
+IQ3_S         256      d, 4-bit s, q out of a grid          int8/g32, f32   q (d (2 s + 1))
+IQ1_S         256      d, 3-bit s, q / 8 out of a grid      int8/g32, f32   q (d (2 s + 1) / 8)
+IQ1_M         256      the same, for 16 columns             int8/g16, f32   q (d (2 s + 1) / 8)
 
 With two levels, s and t are the bytes of the groups, d and -m the super-scales and super-offsets.
 """
