@@ -31,7 +31,7 @@ COLOURS: Final = ("#2f6fdb", "#d97a06", "#0e9268", "#b3399f", "#c8452f", "#6b7a1
 DARK_COLOURS: Final = ("#7aa7ff", "#f2aa4c", "#4cc9a0", "#e38ad4", "#ff8c78", "#b7c94f")
 _FONT: Final = 'font-family="system-ui, sans-serif" font-size="12"'
 # What STYLE and `colours` say of a class, as attributes.
-_PLAIN: Final = {
+PLAIN: Final = {
     "grid": {"stroke": LINE, "stroke-width": "1"},
     "roof": {"stroke": QUIET, "stroke-width": "1.5", "fill": "none"},
     "dashed": {"stroke-dasharray": "5 4"},
@@ -53,7 +53,7 @@ def painted(css: str, **more: str) -> str:
     """The attribute `class`, what its classes mean as plain attributes, and `more`, which counts last."""
     plain: dict[str, str] = {}
     for word in css.split():
-        plain |= _PLAIN[word]
+        plain |= PLAIN[word]
     plain |= more
     return f'class="{css}" ' + " ".join(f'{name}="{value}"' for name, value in plain.items())
 
