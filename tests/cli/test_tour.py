@@ -52,7 +52,10 @@ def demo() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def outputs(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """Standard output of every command of the tour, each run once; its exit code is what the page says."""
+    """Standard output of every command of the tour, each run once; its exit code is what the page says.
+
+    The example in Python of README.md runs behind them, on the directory that they have made.
+    """
     folder = tmp_path_factory.mktemp("tour")
     try:
         demo.prepare(folder)
@@ -75,6 +78,8 @@ def outputs(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Outpu
         said = re.search(r"# exit code (\d+)", text)
         assert done.returncode == (int(said[1]) if said else 0), f"{text}\n{done.stdout}\n{done.stderr}"
         found[text] = done.stdout
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=TIMEOUT)
     return found
 
 
