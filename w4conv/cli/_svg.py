@@ -1,4 +1,8 @@
-"""Charts as SVG text: two axes, lines, points and bars. Colours are classes, so that a page sets light and dark."""
+"""Charts as SVG text: two axes, lines, points and bars.
+
+Every mark says its colours twice. Classes let a page set light and dark; attributes are for viewers that know no style
+sheet, or no variables in one. Where both are understood, the style sheet wins.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ LEFT, RIGHT, BOTTOM = 56, 16, 44
 LEGEND_LINE: Final = 20
 CHARACTER: Final = 7.0  # width of a letter of the labels, about
 
+INK, QUIET, LINE, PAGE = "#1c2126", "#66707a", "#e3e6e9", "#ffffff"
 STYLE: Final = """\
+.chart .page { fill: var(--page); }
 .chart text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 .chart text.quiet { fill: var(--quiet); }
 .chart .grid { stroke: var(--line); stroke-width: 1; }
@@ -23,6 +29,15 @@ STYLE: Final = """\
 """
 COLOURS: Final = ("#2f6fdb", "#d97a06", "#0e9268", "#b3399f", "#c8452f", "#6b7a12")
 DARK_COLOURS: Final = ("#7aa7ff", "#f2aa4c", "#4cc9a0", "#e38ad4", "#ff8c78", "#b7c94f")
+_FONT: Final = 'font-family="system-ui, sans-serif" font-size="12"'
+# What STYLE and `colours` say of a class, as attributes.
+PLAIN: Final = {
+    "grid": {"stroke": LINE, "stroke-width": "1"},
+    "roof": {"stroke": QUIET, "stroke-width": "1.5", "fill": "none"},
+    "dashed": {"stroke-dasharray": "5 4"},
+    "curve": {"stroke-width": "2", "fill": "none", "stroke-linejoin": "round"},
+    "page": {"fill": PAGE},
+} | {f"c{i}": {"fill": value, "stroke": value} for i, value in enumerate(COLOURS)}
 
 
 def colours(values: Sequence[str]) -> str:
@@ -32,6 +47,21 @@ def colours(values: Sequence[str]) -> str:
 
 def colour(i: int) -> str:
     return f"c{i % len(COLOURS)}"
+
+
+def painted(css: str, **more: str) -> str:
+    """The attribute `class`, what its classes mean as plain attributes, and `more`, which counts last."""
+    plain: dict[str, str] = {}
+    for word in css.split():
+        plain |= PLAIN[word]
+    plain |= more
+    return f'class="{css}" ' + " ".join(f'{name}="{value}"' for name, value in plain.items())
+
+
+def label(words: str, place: str, *, quiet: bool = False, anchor: str = "start") -> str:
+    """A line of text. place: attributes that say where."""
+    css, ink = (' class="quiet"', QUIET) if quiet else ("", INK)
+    return f'<text{css} {place} fill="{ink}" {_FONT} text-anchor="{anchor}">{escape(words)}</text>'
 
 
 @dataclass(frozen=True)
@@ -86,24 +116,23 @@ class Chart:
 
     def line(self, points: Iterable[tuple[float, float]], css: str) -> None:
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*point) for point in points))
-        self._body.append(f'<polyline class="{css}" points="{places}" style="fill: none"/>')
+        self._body.append(f'<polyline {painted(css, fill="none")} points="{places}" style="fill: none"/>')
 
     def point(self, x: float, y: float, css: str, *, title: str, low: float, high: float, square: bool = False) -> None:
         """A mark with its range; the title shows when pointed at."""
         (px, py), (_, top), (_, bottom) = self.at(x, y), self.at(x, high), self.at(x, low)
-        shape = f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5"/>'
+        paint = painted(css)
+        shape = f'<circle {paint} cx="{px:.1f}" cy="{py:.1f}" r="5"/>'
         if square:
-            shape = f'<rect x="{px - 4.5:.1f}" y="{py - 4.5:.1f}" width="9" height="9"/>'
+            shape = f'<rect {paint} x="{px - 4.5:.1f}" y="{py - 4.5:.1f}" width="9" height="9"/>'
         self._body.append(
-            f'<g class="{css}"><title>{escape(title)}</title>'
-            f'<line x1="{px:.1f}" x2="{px:.1f}" y1="{top:.1f}" y2="{bottom:.1f}" stroke-width="2"/>{shape}</g>'
+            f"<g><title>{escape(title)}</title>"
+            f'<line {paint} x1="{px:.1f}" x2="{px:.1f}" y1="{top:.1f}" y2="{bottom:.1f}" stroke-width="2"/>{shape}</g>'
         )
 
     def text(self, x: float, y: float, words: str, *, dx: float = 0, dy: float = 0, anchor: str = "start") -> None:
         px, py = self.at(x, y)
-        self._body.append(
-            f'<text class="quiet" x="{px + dx:.1f}" y="{py + dy:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-        )
+        self._body.append(label(words, f'x="{px + dx:.1f}" y="{py + dy:.1f}"', quiet=True, anchor=anchor))
 
     def svg(self, title: str, *, style: str = "") -> str:
         """title: for those who cannot see it. style: rules to carry along, for a file of its own."""
@@ -111,17 +140,15 @@ class Chart:
         right, bottom = WIDTH - RIGHT, self.height - BOTTOM
         for tick in self.x.ticks():
             px, _ = self.at(tick, self.y.low)
-            out.append(f'<line class="grid" x1="{px:.1f}" x2="{px:.1f}" y1="{self.top}" y2="{bottom}"/>')
-            out.append(f'<text class="quiet" x="{px:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+            out.append(f'<line {painted("grid")} x1="{px:.1f}" x2="{px:.1f}" y1="{self.top}" y2="{bottom}"/>')
+            out.append(label(f"{tick:g}", f'x="{px:.1f}" y="{bottom + 16}"', quiet=True, anchor="middle"))
         for tick in self.y.ticks():
             _, py = self.at(self.x.low, tick)
-            out.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{py:.1f}" y2="{py:.1f}"/>')
-            out.append(f'<text class="quiet" x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{tick:g}</text>')
-        middle = (self.top + bottom) / 2
-        out.append(f'<text x="{(LEFT + right) / 2:.1f}" y="{self.height - 6}" text-anchor="middle">')
-        out.append(f"{escape(self.x.label)}</text>")
-        out.append(f'<text transform="translate(14 {middle:.1f}) rotate(-90)" text-anchor="middle">')
-        out.append(f"{escape(self.y.label)}</text>")
+            out.append(f'<line {painted("grid")} x1="{LEFT}" x2="{right}" y1="{py:.1f}" y2="{py:.1f}"/>')
+            out.append(label(f"{tick:g}", f'x="{LEFT - 6}" y="{py + 4:.1f}"', quiet=True, anchor="end"))
+        centre, middle = (LEFT + right) / 2, (self.top + bottom) / 2
+        out.append(label(self.x.label, f'x="{centre:.1f}" y="{self.height - 6}"', anchor="middle"))
+        out.append(label(self.y.label, f'transform="translate(14 {middle:.1f}) rotate(-90)"', anchor="middle"))
         return "\n".join([*out, *self._body, "</svg>\n"])
 
 
@@ -136,21 +163,23 @@ def stacked_bars(
     out = [_head(title, height, ""), *legend]
     for i, (name, values) in enumerate(rows):
         y, x = top + i * step, 0.0
-        out.append(f'<text x="0" y="{y + 12}">{escape(name)}</text>')
+        out.append(label(name, f'x="0" y="{y + 12}"'))
         for (css, part), value in zip(parts, values, strict=True):
             width = (WIDTH - 90) * value / longest
             out.append(
-                f'<rect class="{css}" style="stroke: none" x="{x:.1f}" y="{y + 18}" width="{width:.1f}" '
-                f'height="{bar}"><title>{escape(part)}: {value:.3g} {unit}</title></rect>'
+                f'<rect {painted(css, stroke="none")} style="stroke: none" x="{x:.1f}" y="{y + 18}" '
+                f'width="{width:.1f}" height="{bar}"><title>{escape(part)}: {value:.3g} {unit}</title></rect>'
             )
             x += width
-        out.append(f'<text class="quiet" x="{x + 6:.1f}" y="{y + 31}">{sum(values):.3g} {unit}</text>')
+        out.append(label(f"{sum(values):.3g} {unit}", f'x="{x + 6:.1f}" y="{y + 31}"', quiet=True))
     return "\n".join([*out, "</svg>\n"])
 
 
 def _head(title: str, height: int, style: str) -> str:
+    """style: that of a file of its own, which gets a page of its own too."""
     size = f'viewBox="0 0 {WIDTH} {height}"' + (f' width="{WIDTH}" height="{height}"' if style else "")
-    inner = f"<style>\n{style}</style>" if style else ""
+    page = f'<rect {painted("page")} width="{WIDTH}" height="{height}"/>'
+    inner = f"<style>\n{style}</style>\n{page}" if style else ""
     return (
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(title)}</title>{inner}'
     )
@@ -164,7 +193,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> tuple[list[str], int]:
         if x > 0 and x + width > WIDTH:
             x, line = 0.0, line + 1
         y = 4 + line * LEGEND_LINE
-        out.append(f'<rect class="{css}" x="{x + 1:.1f}" y="{y}" width="11" height="11" rx="2"/>')
-        out.append(f'<text x="{x + 18:.1f}" y="{y + 10}">{escape(name)}</text>')
+        out.append(f'<rect {painted(css)} x="{x + 1:.1f}" y="{y}" width="11" height="11" rx="2"/>')
+        out.append(label(name, f'x="{x + 18:.1f}" y="{y + 10}"'))
         x += width
     return out, line + 1 if entries else 0
