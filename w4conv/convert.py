@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
+from w4conv.apart import keep_apart
 from w4conv.container import STDOUT, check_target
 from w4conv.errors import UsageError
 from w4conv.importance_matrix import ImportanceMatrix
@@ -148,13 +149,12 @@ def quantize(
         raise UsageError(f"threads is {threads}, expected 1 or more")
     if resume and out == STDOUT:
         raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
-    _refuse_out_in_source(src, out)
+    keep_apart([out], source=src, calibration=calibration, recipe=recipe if rules else None)
     generic = architecture == GENERIC
     seen: tuple[Path, int | None, int | None] | Statistics | None = None
     if calibration is not None:
         seen = _open_calibration(Path(calibration), calibration_tokens, calibration_ctx)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
-        _refuse_same_file(source, out)
         if gptq_zero15 is not None and source.gptq_zero15 is None:
             raise UsageError(
                 f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
@@ -246,25 +246,6 @@ def _method(method: str | None, calibration: object) -> str:
     if chosen != "rtn" and calibration is None:
         raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
     return chosen
-
-
-def _refuse_out_in_source(src: Path, out: Path) -> None:
-    if out == STDOUT:
-        return
-    source, target = src.resolve(), out.resolve()
-    if target == source:
-        raise UsageError(f"{out} is the source itself. Name another output")
-    if source.is_dir() and target.is_relative_to(source):
-        raise UsageError(f"{out} lies inside the source {src}. Write outside of it")
-
-
-def _refuse_same_file(source: Source, out: Path) -> None:
-    """A link may lead from the output to a file of the source."""
-    if out == STDOUT or not out.exists():
-        return
-    for file in source.files:
-        if out.samefile(file):
-            raise UsageError(f"{out} is {file.name} of the source. Name another output")
 
 
 def _report(

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from w4conv import codes, kernels
+from w4conv.apart import keep_apart
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, read_calibration
 from w4conv.container import check_target, open_target
 from w4conv.errors import InputError
@@ -247,6 +248,7 @@ def calibrate(
     Raises UsageError, InputError, OutputError.
     """
     progress, out = progress or Silent(), Path(out)
+    keep_apart([out], source=src, text=text)
     with open_source(Path(src)) as source:
         spec = parse_config(json.loads(source.blobs["config.json"]))
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)

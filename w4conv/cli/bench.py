@@ -80,6 +80,7 @@ def bench(
     is given with its increase over the first row. Converted files go to the temporary directory (TMPDIR) for the time
     of the command.
     """
+    from w4conv.apart import keep_apart, keep_origin
     from w4conv.container import check_target, open_target
     from w4conv.measure.bench import bench as measure
 
@@ -90,8 +91,11 @@ def bench(
     if text is None and (ctx is not None or chunks is not None):
         raise UsageError("--ctx and --chunks say how perplexity is measured: name a --text")
     if html is not None:
+        keep_apart([html], input=inputs, text=text)
         check_target(Path(html), 0, overwrite=overwrite)
     with progress_bar() as progress, _opened(inputs or [], shape, schemes, threads, progress) as containers:
+        for _, container in containers:
+            keep_origin(html or "-", container.provenance, container.source_digests)
         report = measure(
             containers, n_prompt=prompt, n_tokens=n, rounds=rounds, context=context, text=text, ctx=ctx, chunks=chunks,
             activations=activations, kv=kv, threads=threads, progress=progress,

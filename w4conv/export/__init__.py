@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from w4conv.container import STDOUT, open_container
+from w4conv.apart import keep_apart, keep_origin
+from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.export.model import ExportModel
 from w4conv.export.plan import Options, Plan
@@ -66,9 +67,9 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     options = Options(to, dtype, nbytes_of(max_shard_size, "max-shard-size"))
+    keep_apart([out], container=path)
     with open_container(path) as container:
-        if out != STDOUT and out.exists() and out.samefile(path):
-            raise UsageError(f"{out} is the container itself. Name another output")
+        keep_origin(out, container.provenance, container.source_digests)
         module = importlib.import_module(f"w4conv.export.{_MODULES[to]}")
         model = ExportModel(container)
         if model.stacks and to not in STACKED:
