@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Final
+
+from w4conv.cli._output import markup
 
 WIDTH: Final = 600
 LEFT, RIGHT, BOTTOM = 56, 16, 44
@@ -95,14 +96,14 @@ class Chart:
         if square:
             shape = f'<rect x="{px - 4.5:.1f}" y="{py - 4.5:.1f}" width="9" height="9"/>'
         self._body.append(
-            f'<g class="{css}"><title>{escape(title)}</title>'
+            f'<g class="{css}"><title>{markup(title)}</title>'
             f'<line x1="{px:.1f}" x2="{px:.1f}" y1="{top:.1f}" y2="{bottom:.1f}" stroke-width="2"/>{shape}</g>'
         )
 
     def text(self, x: float, y: float, words: str, *, dx: float = 0, dy: float = 0, anchor: str = "start") -> None:
         px, py = self.at(x, y)
         self._body.append(
-            f'<text class="quiet" x="{px + dx:.1f}" y="{py + dy:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text class="quiet" x="{px + dx:.1f}" y="{py + dy:.1f}" text-anchor="{anchor}">{markup(words)}</text>'
         )
 
     def svg(self, title: str, *, style: str = "") -> str:
@@ -119,9 +120,9 @@ class Chart:
             out.append(f'<text class="quiet" x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{tick:g}</text>')
         middle = (self.top + bottom) / 2
         out.append(f'<text x="{(LEFT + right) / 2:.1f}" y="{self.height - 6}" text-anchor="middle">')
-        out.append(f"{escape(self.x.label)}</text>")
+        out.append(f"{markup(self.x.label)}</text>")
         out.append(f'<text transform="translate(14 {middle:.1f}) rotate(-90)" text-anchor="middle">')
-        out.append(f"{escape(self.y.label)}</text>")
+        out.append(f"{markup(self.y.label)}</text>")
         return "\n".join([*out, *self._body, "</svg>\n"])
 
 
@@ -136,12 +137,12 @@ def stacked_bars(
     out = [_head(title, height, ""), *legend]
     for i, (name, values) in enumerate(rows):
         y, x = top + i * step, 0.0
-        out.append(f'<text x="0" y="{y + 12}">{escape(name)}</text>')
+        out.append(f'<text x="0" y="{y + 12}">{markup(name)}</text>')
         for (css, part), value in zip(parts, values, strict=True):
             width = (WIDTH - 90) * value / longest
             out.append(
                 f'<rect class="{css}" style="stroke: none" x="{x:.1f}" y="{y + 18}" width="{width:.1f}" '
-                f'height="{bar}"><title>{escape(part)}: {value:.3g} {unit}</title></rect>'
+                f'height="{bar}"><title>{markup(part)}: {value:.3g} {unit}</title></rect>'
             )
             x += width
         out.append(f'<text class="quiet" x="{x + 6:.1f}" y="{y + 31}">{sum(values):.3g} {unit}</text>')
@@ -152,7 +153,7 @@ def _head(title: str, height: int, style: str) -> str:
     size = f'viewBox="0 0 {WIDTH} {height}"' + (f' width="{WIDTH}" height="{height}"' if style else "")
     inner = f"<style>\n{style}</style>" if style else ""
     return (
-        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(title)}</title>{inner}'
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{markup(title)}</title>{inner}'
     )
 
 
@@ -165,6 +166,6 @@ def _legend(entries: Sequence[tuple[str, str]]) -> tuple[list[str], int]:
             x, line = 0.0, line + 1
         y = 4 + line * LEGEND_LINE
         out.append(f'<rect class="{css}" x="{x + 1:.1f}" y="{y}" width="11" height="11" rx="2"/>')
-        out.append(f'<text x="{x + 18:.1f}" y="{y + 10}">{escape(name)}</text>')
+        out.append(f'<text x="{x + 18:.1f}" y="{y + 10}">{markup(name)}</text>')
         x += width
     return out, line + 1 if entries else 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._errors import INTERRUPTED
+from w4conv.cli._errors import INTERRUPTED, print_message
 from w4conv.cli._options import Activations, Json, KvKind, Threads
 from w4conv.errors import InputError, UsageError
 
@@ -100,7 +100,7 @@ def run(
                 sampler=sampler,
                 stop_ids=tokenizer.stop_ids(chat=chat),
                 at_start=chat or not text,
-                on_piece=_ignore if json else _output.write,
+                on_piece=_ignore if json else _stream,
                 on_drop=_tell_of_drops,
                 lookup=lookup,
             )
@@ -121,11 +121,14 @@ def _ignore(_piece: str) -> None:
     pass
 
 
+def _stream(piece: str) -> None:
+    _output.write(_output.streamed(piece))
+
+
 def _tell_of_drops(n_kept: int) -> None:
-    _output.write(
-        "note: the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest "
-        f"{n_kept:,}\n",
-        stream=sys.stderr,
+    print_message(
+        "note",
+        f"the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest {n_kept:,}",
     )
 
 
@@ -133,6 +136,11 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("both -p and -f name a prompt; give one of them")
     if prompt is not None:
+        if bad := next((c for c in prompt if "\ud800" <= c <= "\udfff"), None):  # as Python has such bytes
+            raise UsageError(
+                f"-p is not UTF-8 text: byte 0x{ord(bad) - 0xDC00:02x} at character {prompt.index(bad)}. Give text in "
+                "UTF-8"
+            )
         return prompt
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe one in")
