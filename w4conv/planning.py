@@ -291,6 +291,11 @@ class ConversionPlan:
 
     def _provenance(self, tensors: list[TensorPlan]) -> dict[str, Any]:
         """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
+        for file in self.source.files:
+            if not _is_text(file.name):
+                raise self._fail(
+                    f"the name of {file.name} is not UTF-8, and cannot be recorded. Rename the file"
+                )
         files = zip(self.source.files, self.file_nbytes, strict=True)
         record: dict[str, Any] = {
             "tool": TOOL,
@@ -324,6 +329,11 @@ def known_method(method: str) -> str:
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     return method
+
+
+def _is_text(name: str) -> bool:
+    """Not so of names with bytes that are not UTF-8, which Python has as surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def _bits(values: Array) -> Array:

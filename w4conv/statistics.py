@@ -40,6 +40,7 @@ from w4conv.sources import open_source
 from w4conv.sources._files import parse_json_object
 from w4conv.sources.base import Source
 from w4conv.sources.safetensors import Entry, read_header
+from w4conv.strict_json import to_json
 
 F32Array = npt.NDArray[np.float32]
 
@@ -301,7 +302,7 @@ def _header(source: Source, spec: ModelSpec, text: CalibrationText, *, full: boo
         for kind, shape in (("mean", [2, n]), ("mean_square", [2, n]), ("moments", [2, n, n]))[: 3 if full else 2]:
             begin, end = end, end + 4 * math.prod(shape)
             entries[f"{name}.{kind}"] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw = to_json(entries, where="statistics", separators=(",", ":"), ensure_ascii=True)
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import COMMAND, TIMEOUT, Runner, environment
+from command import COMMAND, TIMEOUT, Runner, default_signals, environment
 from helpers import data_dir, make_llama_dir, tiny_tokenizer
 
 import w4conv
@@ -171,6 +171,7 @@ def test_interrupt_while_waiting_for_the_prompt(container: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "run", str(container)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        preexec_fn=default_signals,
     ) as process:  # fmt: skip
         stat = Path(f"/proc/{process.pid}/wchan")
         deadline = time.monotonic() + TIMEOUT
@@ -184,7 +185,7 @@ def test_interrupt_while_waiting_for_the_prompt(container: Path) -> None:
 def test_reader_that_stops_early_is_no_error(container: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "run", str(container), "-p", "abc", "-n", "200"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=default_signals,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         process.stdout.close()
