@@ -10,9 +10,10 @@ from decimal import Decimal
 from pathlib import Path
 
 from w4conv.apart import keep_apart
-from w4conv.container import STDOUT, check_target
+from w4conv.container import check_target
 from w4conv.errors import UsageError
 from w4conv.importance_matrix import ImportanceMatrix
+from w4conv.options import refuse_idle
 from w4conv.planning import ConversionPlan, known_method
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.generic import GENERIC
@@ -132,6 +133,8 @@ def quantize(
     Raises UsageError, InputError (missing, damaged or unsupported source; NaN, infinity or overflow), OutputError.
     """
     started = time.perf_counter()
+    values = dict(locals())
+    refuse_idle("quantize", values)
     src, out = Path(src), Path(out)
     rules = () if recipe is None else read_rules(recipe)
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
@@ -147,8 +150,6 @@ def quantize(
         raise UsageError(f"gptq-zero15 is {gptq_zero15}, expected 16 or 0")
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}, expected 1 or more")
-    if resume and out == STDOUT:
-        raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
     keep_apart([out], source=src, calibration=calibration, recipe=recipe if rules else None)
     generic = architecture == GENERIC
     seen: tuple[Path, int | None, int | None] | Statistics | None = None
@@ -176,6 +177,7 @@ def quantize(
             threads=threads,
             progress=progress,
         )
+        refuse_idle("quantize", values | {"rounds_again": bool(plan.rounded_again)})
         check_target(out, plan.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return _report(plan, out)

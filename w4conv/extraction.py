@@ -16,6 +16,7 @@ import numpy.typing as npt
 from w4conv.apart import keep_apart, keep_origin
 from w4conv.container import STDOUT, Container, TensorInfo, open_container, open_stream, open_target
 from w4conv.errors import UsageError
+from w4conv.options import refuse_idle
 from w4conv.scheme import TILE_ROWS
 
 NPY: Final = b"\x93NUMPY"
@@ -43,6 +44,7 @@ def cat(
     Its bytes are checked first, all of them. Raises UsageError when there is no tensor of that name, FormatError,
     OutputError.
     """
+    refuse_idle("cat", {"out": out, "overwrite": overwrite})
     out = Path(out)
     keep_apart([out], container=path)
     with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:

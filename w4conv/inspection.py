@@ -54,13 +54,18 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSummary:
-    """model: "BPE" or whatever tokenizer.json names; n_tokens: vocabulary with added tokens; tokens as text or None."""
+    """model: "BPE" or whatever tokenizer.json names; n_tokens: vocabulary with added tokens; tokens as text or None.
+
+    end_tokens: every one that ends a generation; chat_end_tokens: those that end an answer with --chat.
+    """
 
     model: str
     n_tokens: int
     bos_token: str | None
     eos_token: str | None
     has_chat_template: bool
+    end_tokens: tuple[str, ...] = ()
+    chat_end_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +279,29 @@ def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokeniz
         first = ids[0] if isinstance(ids, list) and ids else ids
         return token if isinstance(token, str) else file.token(first) if isinstance(first, int) else None
 
+    ends = _end_tokens(blobs)
     return TokenizerSummary(
         model=str(file.model.get("type", "unknown")),
         n_tokens=file.n_tokens,
         bos_token=special("bos"),
         eos_token=special("eos"),
         has_chat_template="chat_template.jinja" in blobs or bool(settings.get("chat_template")),
+        end_tokens=ends[0],
+        chat_end_tokens=ends[1],
     )
+
+
+def _end_tokens(blobs: Mapping[str, bytes]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a continuation and of an answer in a chat, by the rule of the tokenizer that runs the model; none where it
+    cannot be built."""
+    from w4conv.runtime.tokenizer import Tokenizer  # loads a library
+
+    try:
+        tokenizer = Tokenizer(blobs)
+        plain, chat = (tokenizer.stop_ids(chat=chat) for chat in (False, True))
+    except InputError:
+        return (), ()
+    return tuple(map(tokenizer.token_text, sorted(plain))), tuple(map(tokenizer.token_text, sorted(chat)))
 
 
 def _json(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:

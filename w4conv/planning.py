@@ -61,6 +61,7 @@ class ConversionPlan:
         self.recipe = recipe
         self.notes = list(source.notes)
         self.coded: set[str] = set()
+        self.rounded_again: set[str] = set()
         config = self._config()
         self.model: Inventory
         if generic:
@@ -263,6 +264,7 @@ class ConversionPlan:
                 coding = found.coding
                 self.coded.add(name)
             elif found.is_quantized and len(t.shape) >= 2:
+                self.rounded_again.add(name)
                 again.setdefault(f"{found.stored_as} as {coding}", []).append(name)
             out.append(TensorPlan(name, t.shape, coding, found.stored_as))
         for change, names in again.items():
@@ -293,9 +295,7 @@ class ConversionPlan:
         """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
         for file in self.source.files:
             if not _is_text(file.name):
-                raise self._fail(
-                    f"the name of {file.name} is not UTF-8, and cannot be recorded. Rename the file"
-                )
+                raise self._fail(f"the name of {file.name} is not UTF-8, and cannot be recorded. Rename the file")
         files = zip(self.source.files, self.file_nbytes, strict=True)
         record: dict[str, Any] = {
             "tool": TOOL,

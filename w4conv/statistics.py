@@ -32,6 +32,7 @@ from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
+from w4conv.options import refuse_idle
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import PLACES
 from w4conv.quantization.moments import Moments
@@ -248,6 +249,7 @@ def calibrate(
     sequences of ctx: of the text, spread over it. The same input gives the same bytes.
     Raises UsageError, InputError, OutputError.
     """
+    refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
     progress, out = progress or Silent(), Path(out)
     keep_apart([out], source=src, text=text)
     with open_source(Path(src)) as source:

@@ -84,12 +84,10 @@ def bench(
     from w4conv.container import check_target, open_target
     from w4conv.measure.bench import bench as measure
 
-    if json + as_csv + markdown + (html == "-") > 1:
+    if json + as_csv + markdown + (html in ("-", "/dev/stdout")) > 1:
         raise UsageError("--json, --csv, --md and a report on standard output exclude one another")
     if shape is not None and text is not None:
         raise UsageError("the weights of a --shape are random, so that no perplexity is of use; leave --text out")
-    if text is None and (ctx is not None or chunks is not None):
-        raise UsageError("--ctx and --chunks say how perplexity is measured: name a --text")
     if html is not None:
         keep_apart([html], input=inputs, text=text)
         check_target(Path(html), 0, overwrite=overwrite)
@@ -110,7 +108,7 @@ def bench(
         _output.write_json("bench", report)
     elif as_csv:
         _output.write(_as_csv(report))
-    elif html != "-":
+    elif html not in ("-", "/dev/stdout"):
         _output.write(_as_markdown(report) if markdown else _as_text(report))
 
 

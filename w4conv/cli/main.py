@@ -6,13 +6,15 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 import typer.main
 
 from w4conv import __version__
 from w4conv.cli import _errors, _output, _streams, bench, calibrate, cat, diff, export, inspect, quantize, run, verify
+from w4conv.options import refuse_idle
 
 EPILOG = """\
 \b
@@ -54,6 +56,15 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+class _Command(typer.core.TyperCommand):
+    """A command each of whose options acts, or is refused."""
+
+    def invoke(self, ctx: Any) -> Any:
+        given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+        refuse_idle(str(self.name), ctx.params, given)
+        return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="w4conv",
     epilog=EPILOG,
@@ -72,7 +83,7 @@ for command, epilog in (
     (bench.bench, bench.EPILOG),
     (cat.cat, cat.EPILOG),
 ):
-    app.command(epilog=epilog)(command if command is inspect.inspect else _guarded(command))
+    app.command(epilog=epilog, cls=_Command)(command if command is inspect.inspect else _guarded(command))
 
 
 def _show_version(value: bool) -> None:

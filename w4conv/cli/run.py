@@ -12,12 +12,18 @@ from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED, print_message
 from w4conv.cli._options import Activations, Json, KvKind, Threads
 from w4conv.errors import InputError, UsageError
+from w4conv.options import has_integers, refuse_idle
 
 if TYPE_CHECKING:
     from w4conv.runtime.engine import Model
     from w4conv.runtime.generation import Generation
 
 MAX_PROMPT_NBYTES = 1 << 26
+# Of an answer that no end token ended, by how it ended.
+CUT = {
+    "length": "the answer was cut after {n:,} tokens; -n allows more",
+    "context": "the answer was cut: the context of {ctx:,} tokens is full",
+}
 EPILOG = """\
 \b
 Examples:
@@ -71,8 +77,9 @@ def run(
     """Generate text from a container.
 
     The prompt comes from -p, -f or standard input; one line end at the end of a file or of standard input is not part
-    of it. The text streams to standard output until an end token, N tokens, or a full context. With --json it comes at
-    the end, with the figures of --stats.
+    of it. The text streams to standard output until an end token, N tokens, or a full context; a note says which of the
+    latter two has cut it. On a terminal, control characters in it are shown as escapes. With --json it comes at the
+    end, with the ids of its tokens and the figures of --stats.
     """
     from w4conv.container import open_container
     from w4conv.runtime.engine import Model
@@ -84,6 +91,8 @@ def run(
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
     with open_container(file) as container:
+        integers = has_integers(t.scheme.kind for t in container.tensors.values())
+        refuse_idle("run", {"activations": activations if activations != "int16" else None, "has_integers": integers})
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
@@ -92,10 +101,11 @@ def run(
 
                 template = ChatTemplate.from_blobs(container.blobs)
                 text = template.render([{"role": "user", "content": text}], special_tokens=tokenizer.special_tokens)
+            prompt_ids = tokenizer.encode(text, add_bos=False if chat else None)
             generation = generate_text(
                 model,
                 tokenizer,
-                tokenizer.encode(text, add_bos=False if chat else None),
+                prompt_ids,
                 max_tokens=n,
                 sampler=sampler,
                 stop_ids=tokenizer.stop_ids(chat=chat),
@@ -107,12 +117,26 @@ def run(
             figures = statistics(model, generation)
             # Before the mapping is closed, which takes a large file some 50 ms.
             if json:
-                _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
-            else:
-                if not generation.text.endswith("\n"):
-                    _output.write("\n")
-                if stats:
-                    _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
+                report = {
+                    "model_digest": container.digest,
+                    "prompt": text,
+                    "prompt_ids": prompt_ids,
+                    "text": generation.text,
+                    "generated_ids": generation.ids,
+                    "end_id": generation.end_id,
+                    "finish": generation.finish,
+                    "sampling": {
+                        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+                    },
+                    "stats": figures,
+                }  # fmt: skip
+                _output.write_json("run", report)
+            elif not generation.text.endswith("\n"):
+                _output.write("\n")
+            if cut := CUT.get(generation.finish):
+                print_message("note", cut.format(n=n, ctx=model.ctx))
+            if stats:
+                _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
     if generation.finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

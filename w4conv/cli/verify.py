@@ -136,10 +136,13 @@ def verify(
         _draw(Path(plot), report.perplexity, file)
     if json:
         _output.write_json("verify", report)
-    else:
-        _output.write(as_text(report))
-    if not report.ok:
-        raise CheckError(". ".join(report.failures))
+        if not report.ok:
+            raise CheckError(". ".join(report.failures))
+        return
+    _output.write(as_text(report))
+    if not report.ok:  # the report says what did not hold
+        n = len(report.failures)
+        raise CheckError(f"{n} check{'s' * (n > 1)} did not hold: see FAILED in the report")
 
 
 def as_text(report: VerifyReport) -> str:

@@ -84,6 +84,11 @@ class Tokenizer:
         token = None if token_id in self._special_ids else self._tokenizer.token(token_id)
         return b"" if token is None else self._pieces.to_bytes(token)
 
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary has it; "<id 7>" for an id beyond it."""
+        token = self._tokenizer.token(token_id)
+        return f"<id {token_id}>" if token is None else token
+
     def stream(self, *, at_start: bool) -> StreamDecoder:
         """A decoder for tokens as they come. at_start: they begin a text rather than continue one."""
         return StreamDecoder(self, strip_space=at_start and self._pieces.strips_start)
