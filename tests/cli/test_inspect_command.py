@@ -16,7 +16,8 @@ def test_container_as_text(w4: Runner, container: Path) -> None:
     assert out.err == ""
     for part in (
         "w4 container", "LlamaForCausalLM: 2 layers of 64, 4 heads (2 KV) of 16", "head tied", "rtn, w4a16, group 128",
-        "model.safetensors", "BPE, 277 tokens, BOS <s>, chat template", "end tokens", "int4/g128", "embedding", "attention",
+        "model.safetensors", "BPE, 277 tokens, BOS <s>, chat template", "end tokens", "int4/g128", "embedding",
+        "attention",
     ):  # fmt: skip
         assert part in out.out
     assert "self_attn.q_proj" not in out.out, "tensors are listed only when asked for"

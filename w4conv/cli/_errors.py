@@ -16,7 +16,7 @@ DEBUG_VARIABLE = "W4CONV_DEBUG"
 DIFFERS, USAGE, INPUT, OUTPUT, INTERNAL, INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 # Failed writes that no layer below could name a path for: standard output, the temporary directory.
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def report(error: BaseException) -> int:
