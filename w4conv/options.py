@@ -34,10 +34,11 @@ def refuse_idle(command: str, values: Values, given: Collection[str] | None = No
     """Raise UsageError for the first option that was given and has no effect.
 
     values: of the options by name, and what has been found. given: names of those that were said; by default those
-    whose value is neither None nor False.
+    whose value is neither None nor False nor what it is by itself.
     """
     for name, needs in COMMANDS[command].items():
-        if name in given if given is not None else values.get(name) not in (None, False):
+        unsaid = (None, False, DEFAULTS.get(name))
+        if name in given if given is not None else values.get(name) not in unsaid:
             for need in needs:
                 if not need.acts(values):
                     raise UsageError(f"--{FLAGS.get(name, name.replace('_', '-'))} has no effect {need.why}")
@@ -82,6 +83,7 @@ def _measures(values: Values) -> bool:
 
 
 INTEGERS: Final = ("int4", "int4z", "int4o", "e2m1", "int8")
+DEFAULTS: Final = {"group_size": 128, "activations": "int16", "kv": "f16"}
 WITHOUT_GROUPS: Final = ("f16", "bf16", "f32", "keep")
 FLAGS: Final = {"n": "tokens", "prompt_file": "file", "all_": "all", "as_csv": "csv", "markdown": "md"}
 ALWAYS: Final = ()

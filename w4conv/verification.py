@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from w4conv.container import STDOUT, Container, open_container, open_stream
 from w4conv.errors import FormatError, UsageError
@@ -73,9 +73,6 @@ class VerifyReport:
     perplexity: PerplexityReport | None = None
 
 
-_DEFAULTS: Final = {"activations": "int16", "kv": "f16"}
-
-
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -113,7 +110,7 @@ def verify(
     Checks that do not hold are failures in the report. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
     """
-    values = {name: value for name, value in locals().items() if value != _DEFAULTS.get(name)}
+    values = dict(locals())
     refuse_idle("verify", values | {"is_container": not _is_checkpoint(Path(path))})
     kld = kld or layers
     if kld and against is None:

@@ -92,7 +92,7 @@ def run(
     text = _read_prompt(prompt, prompt_file)
     with open_container(file) as container:
         integers = has_integers(t.scheme.kind for t in container.tensors.values())
-        refuse_idle("run", {"activations": activations if activations != "int16" else None, "has_integers": integers})
+        refuse_idle("run", {"activations": activations, "has_integers": integers})
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
