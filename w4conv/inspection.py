@@ -54,24 +54,22 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSummary:
-    """model: "BPE" or whatever tokenizer.json names; n_tokens: vocabulary with added tokens; tokens as text or None.
-
-    end_tokens: every one that ends a generation; chat_end_tokens: those that end an answer with --chat.
-    """
+    """model: "BPE" or whatever tokenizer.json names; n_tokens: vocabulary with added tokens; tokens as text or None."""
 
     model: str
     n_tokens: int
     bos_token: str | None
     eos_token: str | None
     has_chat_template: bool
-    end_tokens: tuple[str, ...] = ()
-    chat_end_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """kind: "w4", "safetensors" or "gguf". nbytes: of the file or files. digest: identifies a conversion; None where it
-    is not at hand (a stream, a checkpoint). model: None when the config is not one that w4conv runs; notes say why."""
+    is not at hand (a stream, a checkpoint). model: None when the config is not one that w4conv runs; notes say why.
+
+    end_tokens: every one that ends a generation; chat_end_tokens: those that end an answer with --chat.
+    """
 
     path: str
     kind: str
@@ -88,6 +86,8 @@ class Inspection:
     provenance: Mapping[str, Any] | None
     notes: tuple[str, ...]
     tensors: tuple[TensorRow, ...]
+    end_tokens: tuple[str, ...] = ()
+    chat_end_tokens: tuple[str, ...] = ()
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
@@ -218,6 +218,7 @@ def _describe(
         notes.append(f"w4conv cannot {'run' if kind == 'w4' else 'convert'} this model: {error}{advice}")
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
+    ends = _end_tokens(blobs) if "tokenizer.json" in blobs else ((), ())
     return Inspection(
         path=path,
         kind=kind,
@@ -234,6 +235,8 @@ def _describe(
         provenance=provenance,
         notes=tuple(notes),
         tensors=tuple(tensors),
+        end_tokens=ends[0],
+        chat_end_tokens=ends[1],
     )
 
 
@@ -279,15 +282,12 @@ def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokeniz
         first = ids[0] if isinstance(ids, list) and ids else ids
         return token if isinstance(token, str) else file.token(first) if isinstance(first, int) else None
 
-    ends = _end_tokens(blobs)
     return TokenizerSummary(
         model=str(file.model.get("type", "unknown")),
         n_tokens=file.n_tokens,
         bos_token=special("bos"),
         eos_token=special("eos"),
         has_chat_template="chat_template.jinja" in blobs or bool(settings.get("chat_template")),
-        end_tokens=ends[0],
-        chat_end_tokens=ends[1],
     )
 
 

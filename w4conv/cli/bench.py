@@ -157,7 +157,7 @@ def columns(report: BenchReport) -> tuple[str, ...]:
 
 def labels(report: BenchReport) -> list[str]:
     """The rows' names without the folders, where that leaves them distinct."""
-    names = [row.name for row in report.rows]
+    names = [_output.printable(row.name) for row in report.rows]
     short = [_without_folders(name) for name in names]
     return short if len(set(short)) == len(set(names)) else names
 
@@ -223,7 +223,7 @@ def _as_text(report: BenchReport) -> str:
 def _as_markdown(report: BenchReport) -> str:
     head = columns(report)
     lines = [head, ("---", *["---:"] * (len(head) - 1)), *_lines(report)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
     return table + "\n" + "; ".join(value for _, value in facts(report)) + "\n"
 
 
@@ -247,7 +247,7 @@ def _as_csv(report: BenchReport) -> str:
         perplexities = [None, None] if q is None else [q.value.value, q.increase and q.increase.ratio]
         writer.writerow(
             [
-                row.name,
+                _output.printable(row.name),
                 row.schemes,
                 row.weight_nbytes,
                 report.isa,
