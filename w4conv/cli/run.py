@@ -133,7 +133,7 @@ def run(
                 _output.write_json("run", report)
             elif not generation.text.endswith("\n"):
                 _output.write("\n")
-            if cut := CUT.get(generation.finish):
+            if not json and (cut := CUT.get(generation.finish)):
                 print_message("note", cut.format(n=n, ctx=model.ctx))
             if stats:
                 _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
