@@ -78,7 +78,9 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     for part in ("prefill", "first token", "ms/token", "GB/s", "file-backed", "anonymous", "scalar, "):
         assert part in text.err
     assert stats["activations"] == "int16"
-    one = json.loads(w4("run", stories, "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
+    w4("quantize", data_dir("hf", "stories260K-f32"), "int4.w4", "--group-size", "32").done()
+    w4("run", stories, "-p", "Once", "--activations", "int8").failed(2, "--activations has no effect")
+    one = json.loads(w4("run", "int4.w4", "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
     assert one["stats"]["activations"] == "int8"
     assert one["stats"]["decode_tokens_per_second"] is None
     assert (one["stats"]["kv"], one["stats"]["dropped_tokens"]) == ("f16", 0)
