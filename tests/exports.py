@@ -23,7 +23,8 @@ def converted(directory: Path, *, group_size: int | str = 32, scheme: str = "w4a
     """A tiny model converted: `directory`/in and `directory`/tiny.w4."""
     source = make_llama_dir(directory / "in", **{"hidden": 64, "inner": 96, **model})  # type: ignore[arg-type]
     out = directory / "tiny.w4"
-    w4conv.quantize(source, out, group_size=group_size, scheme=scheme)
+    floats = scheme in ("f16", "bf16", "f32", "keep")
+    w4conv.quantize(source, out, group_size=None if floats else group_size, scheme=scheme)
     return out
 
 

@@ -10,10 +10,12 @@ from decimal import Decimal
 from pathlib import Path
 
 from w4conv import kernels
+from w4conv.apart import keep_apart
 from w4conv.arguments import count, optional_count
-from w4conv.container import STDOUT, check_target
+from w4conv.container import check_target
 from w4conv.errors import UsageError
 from w4conv.importance_matrix import ImportanceMatrix
+from w4conv.options import refuse_idle
 from w4conv.planning import ConversionPlan, known_method
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.generic import GENERIC
@@ -133,6 +135,8 @@ def quantize(
     Raises UsageError, InputError (missing, damaged or unsupported source; NaN, infinity or overflow), OutputError.
     """
     started = time.perf_counter()
+    values = dict(locals())
+    refuse_idle("quantize", values)
     src, out = Path(src), Path(out)
     rules = () if recipe is None else read_rules(recipe)
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
@@ -149,15 +153,12 @@ def quantize(
     kernels.thread_count(threads)
     calibration_tokens = optional_count(calibration_tokens, "calibration-tokens", low=1)
     calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
-    if resume and out == STDOUT:
-        raise UsageError("what was sent to standard output cannot be resumed. Name a file, or leave out --resume")
-    _refuse_out_in_source(src, out)
+    keep_apart([out], source=src, calibration=calibration, recipe=recipe if rules else None)
     generic = architecture == GENERIC
     seen: tuple[Path, int | None, int | None] | Statistics | None = None
     if calibration is not None:
         seen = _open_calibration(Path(calibration), calibration_tokens, calibration_ctx)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
-        _refuse_same_file(source, out)
         if gptq_zero15 is not None and source.gptq_zero15 is None:
             raise UsageError(
                 f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
@@ -180,6 +181,7 @@ def quantize(
             threads=threads,
             progress=progress,
         )
+        refuse_idle("quantize", values | {"rounds_again": bool(plan.rounded_again)})
         check_target(out, plan.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return _report(plan, out)
@@ -250,25 +252,6 @@ def _method(method: str | None, calibration: object) -> str:
     if chosen != "rtn" and calibration is None:
         raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
     return chosen
-
-
-def _refuse_out_in_source(src: Path, out: Path) -> None:
-    if out == STDOUT:
-        return
-    source, target = src.resolve(), out.resolve()
-    if target == source:
-        raise UsageError(f"{out} is the source itself. Name another output")
-    if source.is_dir() and target.is_relative_to(source):
-        raise UsageError(f"{out} lies inside the source {src}. Write outside of it")
-
-
-def _refuse_same_file(source: Source, out: Path) -> None:
-    """A link may lead from the output to a file of the source."""
-    if out == STDOUT or not out.exists():
-        return
-    for file in source.files:
-        if out.samefile(file):
-            raise UsageError(f"{out} is {file.name} of the source. Name another output")
 
 
 def _report(

@@ -13,8 +13,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.apart import keep_apart, keep_origin
 from w4conv.container import STDOUT, Container, TensorInfo, open_container, open_stream, open_target
 from w4conv.errors import UsageError
+from w4conv.options import refuse_idle
 from w4conv.scheme import TILE_ROWS
 
 NPY: Final = b"\x93NUMPY"
@@ -42,11 +44,14 @@ def cat(
     Its bytes are checked first, all of them. Raises UsageError when there is no tensor of that name, FormatError,
     OutputError.
     """
+    refuse_idle("cat", {"out": out, "overwrite": overwrite})
     out = Path(out)
+    keep_apart([out], container=path)
     with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
         if tensor not in container.tensors:
             some = ", ".join(list(container.tensors)[:3])
             raise UsageError(f"{path} has no tensor {tensor!r}. It has {len(container.tensors)}, such as {some}")
+        keep_origin(out, container.provenance, container.source_digests)
         container.check_tensor(tensor)
         info = container.tensors[tensor]
         head = io.BytesIO()

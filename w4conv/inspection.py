@@ -66,7 +66,10 @@ class TokenizerSummary:
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """kind: "w4", "safetensors" or "gguf". nbytes: of the file or files. digest: identifies a conversion; None where it
-    is not at hand (a stream, a checkpoint). model: None when the config is not one that w4conv runs; notes say why."""
+    is not at hand (a stream, a checkpoint). model: None when the config is not one that w4conv runs; notes say why.
+
+    end_tokens: every one that ends a generation; chat_end_tokens: those that end an answer with --chat.
+    """
 
     path: str
     kind: str
@@ -83,6 +86,8 @@ class Inspection:
     provenance: Mapping[str, Any] | None
     notes: tuple[str, ...]
     tensors: tuple[TensorRow, ...]
+    end_tokens: tuple[str, ...] = ()
+    chat_end_tokens: tuple[str, ...] = ()
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
@@ -213,6 +218,7 @@ def _describe(
         notes.append(f"w4conv cannot {'run' if kind == 'w4' else 'convert'} this model: {error}{advice}")
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
+    ends = _end_tokens(blobs) if "tokenizer.json" in blobs else ((), ())
     return Inspection(
         path=path,
         kind=kind,
@@ -229,6 +235,8 @@ def _describe(
         provenance=provenance,
         notes=tuple(notes),
         tensors=tuple(tensors),
+        end_tokens=ends[0],
+        chat_end_tokens=ends[1],
     )
 
 
@@ -281,6 +289,19 @@ def _tokenizer(blobs: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokeniz
         eos_token=special("eos"),
         has_chat_template="chat_template.jinja" in blobs or bool(settings.get("chat_template")),
     )
+
+
+def _end_tokens(blobs: Mapping[str, bytes]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a continuation and of an answer in a chat, by the rule of the tokenizer that runs the model; none where it
+    cannot be built."""
+    from w4conv.runtime.tokenizer import Tokenizer  # loads a library
+
+    try:
+        tokenizer = Tokenizer(blobs)
+        plain, chat = (tokenizer.stop_ids(chat=chat) for chat in (False, True))
+    except InputError:
+        return (), ()
+    return tuple(map(tokenizer.token_text, sorted(plain))), tuple(map(tokenizer.token_text, sorted(chat)))
 
 
 def _json(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class ConversionPlan:
         self.recipe = recipe
         self.notes = list(source.notes)
         self.coded: set[str] = set()
+        self.rounded_again: set[str] = set()
         config = self._config()
         self.model: Inventory
         if generic:
@@ -307,6 +308,7 @@ class ConversionPlan:
                 coding = found.coding
                 self.coded.add(name)
             elif found.is_quantized and len(t.shape) >= 2:
+                self.rounded_again.add(name)
                 again.setdefault(f"{found.stored_as} as {coding}", []).append(name)
             out.append(TensorPlan(name, t.shape, coding, found.stored_as))
         for change, names in again.items():
@@ -335,6 +337,9 @@ class ConversionPlan:
 
     def _provenance(self, tensors: list[TensorPlan]) -> dict[str, Any]:
         """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
+        for file in self.source.files:
+            if not _is_text(file.name):
+                raise self._fail(f"the name of {file.name} is not UTF-8, and cannot be recorded. Rename the file")
         files = zip(self.source.files, self.file_nbytes, strict=True)
         record: dict[str, Any] = {
             "tool": TOOL,
@@ -368,6 +373,11 @@ def known_method(method: str) -> str:
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     return method
+
+
+def _is_text(name: str) -> bool:
+    """Not so of names with bytes that are not UTF-8, which Python has as surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def _bits(values: Array) -> Array:

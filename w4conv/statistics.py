@@ -11,7 +11,6 @@ Of the two, the first is over the tokens to fit, the second over those held out 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -25,6 +24,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from w4conv import codes, kernels
+from w4conv.apart import keep_apart
 from w4conv.arguments import count
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, read_calibration
 from w4conv.container import check_target, open_target
@@ -32,6 +32,7 @@ from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
 from w4conv.models import spec_of
 from w4conv.models.spec import ModelSpec
+from w4conv.options import refuse_idle
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import PLACES
 from w4conv.quantization.moments import Moments
@@ -40,6 +41,7 @@ from w4conv.sources import open_source
 from w4conv.sources._files import parse_json_object
 from w4conv.sources.base import Source
 from w4conv.sources.safetensors import Entry, read_header
+from w4conv.strict_json import to_json
 
 F32Array = npt.NDArray[np.float32]
 
@@ -247,9 +249,11 @@ def calibrate(
     sequences of ctx: of the text, spread over it. The same input gives the same bytes.
     Raises UsageError, InputError, OutputError.
     """
+    refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
     progress, out = progress or Silent(), Path(out)
     kernels.thread_count(threads)
     tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
+    keep_apart([out], source=src, text=text)
     with open_source(Path(src)) as source:
         spec = spec_of(source.blobs)
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
@@ -302,7 +306,7 @@ def _header(source: Source, spec: ModelSpec, text: CalibrationText, *, full: boo
         for kind, shape in (("mean", [2, n]), ("mean_square", [2, n]), ("moments", [2, n, n]))[: 3 if full else 2]:
             begin, end = end, end + 4 * math.prod(shape)
             entries[f"{name}.{kind}"] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw = to_json(entries, where="statistics", separators=(",", ":"), ensure_ascii=True)
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw
 

@@ -21,6 +21,7 @@ from w4conv.measure.layerwise import Observer, ScoredBlock, layered_nlls, scored
 from w4conv.measure.perplexity import Estimate, F64Array, Increase, NotFiniteError, estimate, increase, token_nlls
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare
 from w4conv.measure.text_windows import cut_text, settle
+from w4conv.options import has_integers, refuse_idle
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import folded_as_recorded
 from w4conv.quantization.generic import GENERIC
@@ -115,18 +116,12 @@ def verify(
     perplexity there. Raises FormatError when the file cannot be opened at all,
     InputError when `against` is no source of this model or a text is missing, UsageError, OutputError.
     """
+    values = dict(locals())
+    refuse_idle("verify", values | {"is_container": not _is_checkpoint(Path(path))})
     kld = kld or layers
     if kld and against is None:
         raise UsageError("divergence and errors of layers are those from the source: name it with --against")
     ppl = ppl or kld
-    measuring = any(option is not None for option in (text, ctx, convention, chunks, special_tokens, max_ppl_increase))
-    if not ppl and (measuring or activations != "int16" or kv != "f16"):
-        raise UsageError(
-            "text, ctx, convention, chunks, special-tokens, activations, kv and max-ppl-increase say how perplexity is "
-            "measured: add --ppl or --kld"
-        )
-    if against is None and (max_ppl_increase is not None or min_sqnr is not None):
-        raise UsageError("max-ppl-increase and min-sqnr compare with the source: name it with --against")
     kernels.thread_count(threads)
     if min_sqnr is not None:
         min_sqnr = real(min_sqnr, "min-sqnr")
@@ -151,6 +146,9 @@ def verify(
             head = (str(path), container.file_nbytes, container.digest, len(container.tensors))
             return VerifyReport(*head, not failures, tuple(failures), intact, round_trip, perplexity)
 
+        refuse_idle(
+            "verify", values | {"has_integers": has_integers(t.scheme.kind for t in container.tensors.values())}
+        )
         try:
             container.check(progress)
         except FormatError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,13 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """A clean one: nothing that the user of the tests has set changes what is tested."""
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("W4CONV_", "_W4CONV", "COLUMNS", "NO_COLOR"))}
     return keep | {"PYTHONWARNINGS": "error"} | dict(extra or {})
+
+
+def default_signals() -> None:
+    """For `preexec_fn`: a child's signals as a terminal gives them, whatever the test run itself was started with."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 Runner = Callable[..., Result]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import COMMAND, TIMEOUT, Result, Runner, environment
+from command import COMMAND, TIMEOUT, Result, Runner, default_signals, environment
 from helpers import make_llama_dir
 
 
@@ -25,6 +25,7 @@ def w4(tmp_path: Path) -> Runner:
     ) -> Result:
         command = COMMAND if code is None else (sys.executable, "-c", code)
         popen.setdefault("stdout", subprocess.PIPE)
+        popen.setdefault("preexec_fn", default_signals)
         done = subprocess.run(
             [*command, *map(str, args)],
             input=stdin,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import tokenizers
 from command import COMMAND, Runner, environment
 from helpers import data_dir, make_llama_dir
 
@@ -17,6 +19,7 @@ def test_container_as_text(w4: Runner, container: Path) -> None:
     for part in (
         "w4 container", "LlamaForCausalLM: 2 layers of 64, 4 heads (2 KV) of 16", "head tied", "rtn, w4a16, group 128",
         "model.safetensors", "BPE, 277 tokens, BOS <s>, EOS </s>, chat template", "int4/g128", "embedding", "attention",
+        "end tokens",
     ):  # fmt: skip
         assert part in out.out
     assert "self_attn.q_proj" not in out.out, "tensors are listed only when asked for"
@@ -100,3 +103,15 @@ def test_reader_that_stops_early_is_no_error(container: Path) -> None:
             process.stdout.close()
             _, err = process.communicate()
             assert (process.returncode, err) == (0, b""), args
+
+
+def test_every_end_token_is_shown(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
+    source = make_llama_dir(tmp_path / "in", tied=True)
+    assert re.search(r"end tokens +</s>\n", w4("inspect", "in").done().out)
+    (source / "generation_config.json").write_text('{"eos_token_id": [257, 5, 9]}')
+    blobs = {file.name: file.read_bytes() for file in source.iterdir() if file.suffix == ".json"}
+    ids = tokenizers.Tokenizer.from_str(blobs["tokenizer.json"].decode())
+    expected = [ids.id_to_token(i) for i in sorted((257, 5, 9))]
+    found = json.loads(w4("inspect", "in", "--json").done().out)
+    assert found["end_tokens"] == expected
+    assert all(token in w4("inspect", "in").done().out for token in expected)

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command import COMMAND, TIMEOUT, Runner, environment
+from command import COMMAND, TIMEOUT, Runner, default_signals, environment
 from helpers import make_llama_dir
 
 DRIVER = """
@@ -133,7 +133,11 @@ def test_interrupted(w4: Runner, checkpoint: Path, tmp_path: Path, name: str, co
 def test_interrupted_while_the_reader_of_a_pipe_waits(checkpoint: Path, tmp_path: Path) -> None:
     big = make_llama_dir(tmp_path / "big", hidden=256, inner=512, layers=4)  # more than a pipe holds
     with subprocess.Popen(
-        [*COMMAND, "quantize", big, "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        [*COMMAND, "quantize", big, "-"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        preexec_fn=default_signals,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.read(4) == b"\x89W4C"  # it is at work

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command import COMMAND, TIMEOUT, Runner, environment
+import tokenizers
+from command import COMMAND, TIMEOUT, Runner, default_signals, environment
 from helpers import data_dir, make_llama_dir, tiny_tokenizer
 
 import w4conv
@@ -40,7 +41,7 @@ def test_greedy_text_is_the_documented_one(w4: Runner, stories: Path) -> None:
     expected = data_dir("hf", "stories260K-f32", "sample_greedy.txt").read_text().strip()
     out = w4("run", stories, "-p", "", "-n", 150).done()
     assert out.out.startswith(expected)
-    assert out.err == ""
+    assert out.err == "w4conv: note: the answer was cut after 150 tokens; -n allows more\n"
 
 
 def test_a_generic_conversion_cannot_be_run(w4: Runner, tmp_path: Path) -> None:
@@ -77,7 +78,9 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     for part in ("prefill", "first token", "ms/token", "GB/s", "file-backed", "anonymous", "scalar, "):
         assert part in text.err
     assert stats["activations"] == "int16"
-    one = json.loads(w4("run", stories, "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
+    w4("quantize", data_dir("hf", "stories260K-f32"), "int4.w4", "--group-size", "32").done()
+    w4("run", stories, "-p", "Once", "--activations", "int8").failed(2, "--activations has no effect")
+    one = json.loads(w4("run", "int4.w4", "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
     assert one["stats"]["activations"] == "int8"
     assert one["stats"]["decode_tokens_per_second"] is None
     assert (one["stats"]["kv"], one["stats"]["dropped_tokens"]) == ("f16", 0)
@@ -171,6 +174,7 @@ def test_interrupt_while_waiting_for_the_prompt(container: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "run", str(container)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        preexec_fn=default_signals,
     ) as process:  # fmt: skip
         stat = Path(f"/proc/{process.pid}/wchan")
         deadline = time.monotonic() + TIMEOUT
@@ -184,9 +188,23 @@ def test_interrupt_while_waiting_for_the_prompt(container: Path) -> None:
 def test_reader_that_stops_early_is_no_error(container: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "run", str(container), "-p", "abc", "-n", "200"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=default_signals,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         process.stdout.close()
         _, err = process.communicate(timeout=TIMEOUT)
         assert (process.returncode, err) == (0, b"")
+
+
+def test_json_has_the_ids_and_what_cut_an_answer_is_said(w4: Runner, stories: Path) -> None:
+    result = json.loads(w4("run", stories, "-p", "Once upon", "-n", 12, "--json").done().out)
+    with w4conv.open(stories) as container:
+        tokenizer = tokenizers.Tokenizer.from_str(container.blobs["tokenizer.json"].decode())
+        assert result["model_digest"] == container.digest
+    assert tokenizer.decode(result["prompt_ids"]) == "Once upon"
+    assert tokenizer.decode(result["prompt_ids"] + result["generated_ids"]) == "Once upon" + result["text"]
+    assert (len(result["generated_ids"]), result["end_id"], result["finish"]) == (12, None, "length")
+    assert result["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    assert "cut after 12 tokens" in w4("run", stories, "-p", "Once upon", "-n", 12).done().err
+    full = w4("run", stories, "-p", "Once upon", "--ctx", 8).done()
+    assert "the context of 8 tokens is full" in full.err

@@ -16,7 +16,7 @@ PACKAGE = Path(w4conv.__file__).parent
 # Lowest first. A module imports from its own layer or a lower one.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress", "arguments", "workers"),
-    ("scheme", "sizes", "blobs", "elementary"),
+    ("scheme", "sizes", "blobs", "elementary", "apart", "strict_json", "options"),
     ("codes", "_native"),
     ("kernels", "mapped_file", "digests"),
     ("quantization", "container", "sources", "models"),

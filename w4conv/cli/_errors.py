@@ -9,19 +9,21 @@ import sys
 import textwrap
 import traceback
 
+from w4conv.cli import _output
 from w4conv.errors import W4Error
 
 DEBUG_VARIABLE = "W4CONV_DEBUG"
 DIFFERS, USAGE, INPUT, OUTPUT, INTERNAL, INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 # Failed writes that no layer below could name a path for: standard output, the temporary directory.
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def report(error: BaseException) -> int:
     """Print what went wrong; returns the exit code."""
     if os.environ.get(DEBUG_VARIABLE):
-        traceback.print_exception(error, file=sys.stderr)
+        lines = "".join(traceback.format_exception(error)).split("\n")
+        _output.write("\n".join(map(_output.printable, lines)), stream=sys.stderr)
     if isinstance(error, W4Error):
         message, code = str(error), error.exit_code
     elif hasattr(error, "format_message"):  # typer's own, whose class has lived in more than one module
@@ -40,11 +42,11 @@ def report(error: BaseException) -> int:
 
 def print_message(kind: str, message: str) -> None:
     """`w4conv: kind: message` on stderr, as wide as the terminal; one line where stderr is none."""
-    text = f"w4conv: {kind}: {message}"
+    text = _output.printable(f"w4conv: {kind}: {message}")
     if sys.stderr.isatty():
         width = max(shutil.get_terminal_size().columns, 20)
         text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  # the one place that prints errors
+    _output.write(f"{text}\n", stream=sys.stderr)
 
 
 def _usage_message(error: object) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Final
-from xml.sax.saxutils import escape
+
+from w4conv.cli._output import markup
 
 # From small to large: light yellow over orange to dark purple; even steps of lightness, so that grey prints keep them.
 _RAMP: Final = ((255, 250, 220), (253, 205, 120), (240, 130, 70), (190, 50, 90), (90, 15, 90), (25, 5, 50))
@@ -76,4 +77,4 @@ def _text(
     x: float, y: float, words: str, *, anchor: str = "start", size: int = 11, weight: str = "normal", fill: str = _INK
 ) -> str:
     style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{fill}"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" {style}>{markup(words)}</text>'

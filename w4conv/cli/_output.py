@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import errno
+import html
 import json
 import math
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import IO, Any
+from typing import IO, Any, Final
+
+from w4conv.cli import _streams
+from w4conv.errors import OutputError
+
+# Characters that give orders to a terminal: controls, and those that turn the direction of text.
+_ORDERS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def write_json(command: str, result: object, *, stream: IO[str] | None = None) -> None:
     """One JSON object, on stdout by default: "schema", then the fields of `result` (a dataclass or mapping)."""
     body = {"schema": f"w4conv.{command}/1", **plain(result)}
-    write(json.dumps(body, indent=2, ensure_ascii=False, allow_nan=False) + "\n", stream=stream)
+    lines = json.dumps(body, indent=2, ensure_ascii=False, allow_nan=False).split("\n")
+    # What is not printable stands in strings, so that JSON has an escape for it, and the object is exact.
+    safe = (line if line.isprintable() else "".join(map(_json_escaped, line)) for line in lines)
+    _send("\n".join(safe) + "\n", stream or sys.stdout)
+
+
+def _json_escaped(c: str) -> str:
+    return c if c.isprintable() else json.dumps(c)[1:-1]
 
 
 def write(text: str, *, stream: IO[str] | None = None) -> None:
-    """Write and flush, so that errors of the stream show now rather than at exit."""
+    """Write and flush, so that errors of the stream show now rather than at exit. Raises OutputError for standard
+    output; messages on standard error are lost where that takes none."""
     stream = stream or sys.stdout
-    stream.write(text)
-    stream.flush()
+    try:
+        _send(text, stream)
+    except OutputError:
+        if stream is not sys.stderr:
+            raise
+        _streams.abandon(stream)
+
+
+def _send(text: str, stream: IO[str]) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = "standard error" if stream is sys.stderr else "standard output"
+        reason = "it is closed" if error.errno == errno.EBADF else error.strerror or str(error)
+        raise OutputError(f"cannot write {name}: {reason}. Send it to a file, a pipe or /dev/null") from error
 
 
 def plain(value: Any) -> Any:
@@ -39,8 +72,31 @@ def plain(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Text from a file, safe to show on a terminal: control characters become escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    r"""Text from a file, a name or the command line, safe to show on a terminal and in one line.
+
+    Characters that are not seen, give orders or turn the direction of text become escapes such as \x1b and \u202e; the
+    bytes of a name that is not UTF-8 become \xff.
+    """
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(c: str) -> str:
+    if c.isprintable():
+        return c
+    if "\udc80" <= c <= "\udcff":  # as Python has the bytes of names that are not UTF-8
+        return f"\\x{ord(c) - 0xDC00:02x}"
+    return c.encode("unicode_escape").decode()
+
+
+def markup(text: str) -> str:
+    """Text for HTML and SVG: printable, with the characters of markup as entities."""
+    return html.escape(printable(text))
+
+
+def streamed(text: str) -> str:
+    """The text of a model as `run` writes it: as it is, but for a terminal, which characters that give orders do not
+    reach; they become escapes. Line feeds and tabs stay."""
+    return _ORDERS.sub(lambda found: _escaped(found[0]), text) if sys.stdout.isatty() else text
 
 
 def path(path: str) -> str:
@@ -73,7 +129,7 @@ def bits(value: float | None) -> str:
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Lines "name   value", values in one column; on a terminal long values are wrapped within it."""
-    rows = [(name, printable(value)) for name, value in pairs]
+    rows = [(printable(name), printable(value)) for name, value in pairs]
     margin = max((len(name) for name, _ in rows), default=0) + 2
     if not sys.stdout.isatty():
         return "".join(f"{name.ljust(margin)}{value}\n" for name, value in rows)

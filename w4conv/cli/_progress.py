@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from w4conv.cli._output import printable
 from w4conv.progress import Progress, Silent
 
 _NAME_WIDTH = 28
@@ -57,6 +58,7 @@ def progress_bar() -> Iterator[Progress]:
 
 def _shortened(name: str) -> str:
     """The end of a name, which is what tells tensors apart, always of one width."""
+    name = printable(name)
     short = name if len(name) <= _NAME_WIDTH else ".." + name[2 - _NAME_WIDTH :]
     return short.ljust(_NAME_WIDTH)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Final
 
 from w4conv.cli import _output
+from w4conv.cli._output import markup
 from w4conv.cli._svg import COLOURS, DARK_COLOURS, STYLE, Axis, Chart, colour, colours, stacked_bars
 from w4conv.cli.bench import cells, columns, facts, labels
 
@@ -41,7 +41,7 @@ def as_html(report: BenchReport) -> str:
     names = labels(report)
     parts = [
         "<h1>w4conv bench</h1>",
-        f"<p>{escape('; '.join(value for _, value in facts(report)))}.</p>",
+        f"<p>{markup('; '.join(value for _, value in facts(report)))}.</p>",
         _table(columns(report), [cells(row, name) for row, name in zip(report.rows, names, strict=True)]),
         _section(
             "Roofline",
@@ -69,7 +69,7 @@ def as_html(report: BenchReport) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>w4conv bench: {escape(title)}</title>\n<style>\n:root {{ color-scheme: light dark; }}\n"
+        f"<title>w4conv bench: {markup(title)}</title>\n<style>\n:root {{ color-scheme: light dark; }}\n"
         f"{THEME}{PAGE}{STYLE}</style></head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + "</body></html>\n"
@@ -182,7 +182,7 @@ def _environment(report: BenchReport) -> str:
         ("read ceiling", _ranges(row.ceiling_gbs for row in report.rows) + " GB/s"),
         ("codings", "; ".join(dict.fromkeys(row.schemes for row in report.rows))),
     ]
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs) + "</dl>"
+    return "<dl>" + "".join(f"<dt>{markup(k)}</dt><dd>{markup(v)}</dd>" for k, v in pairs) + "</dl>"
 
 
 def _ranges(rates: Iterable[Rate]) -> str:
@@ -191,13 +191,13 @@ def _ranges(rates: Iterable[Rate]) -> str:
 
 
 def _section(title: str, words: str, body: str) -> str:
-    text = f"<p>{escape(words)}</p>" if words else ""
-    return f'<h2>{escape(title)}</h2>\n{text}<div class="scroll">{body}</div>'
+    text = f"<p>{markup(words)}</p>" if words else ""
+    return f'<h2>{markup(title)}</h2>\n{text}<div class="scroll">{body}</div>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     def line(tag: str, words: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(word)}</{tag}>" for word in words) + "</tr>\n"
+        return "<tr>" + "".join(f"<{tag}>{markup(word)}</{tag}>" for word in words) + "</tr>\n"
 
     body = "".join(line("td", row) for row in rows)
     return f'<div class="scroll"><table>\n<thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'

@@ -53,11 +53,30 @@ class RunStatistics:
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """finish: why the text ended, such as "stop" or "length"."""
+class Sampling:
+    """How tokens were chosen, by the options of run; temperature 0: always the most probable one."""
 
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """model_digest: of the container. prompt: as the model reads it, with --chat in the chat template; prompt_ids: its
+    tokens, BOS included. text, generated_ids: the answer. end_id: the end token behind it, None where none ended it.
+    finish: "stop" (an end token), "length" (cut by -n), "context" (cut, as the context is full) or "interrupted"."""
+
+    model_digest: str
+    prompt: str
+    prompt_ids: tuple[int, ...]
     text: str
+    generated_ids: tuple[int, ...]
+    end_id: int | None
     finish: str
+    sampling: Sampling
     stats: RunStatistics
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Final
+
+from w4conv.cli._output import markup
 
 WIDTH: Final = 600
 LEFT, RIGHT, BOTTOM = 56, 16, 44
@@ -61,7 +62,7 @@ def painted(css: str, **more: str) -> str:
 def label(words: str, place: str, *, quiet: bool = False, anchor: str = "start") -> str:
     """A line of text. place: attributes that say where."""
     css, ink = (' class="quiet"', QUIET) if quiet else ("", INK)
-    return f'<text{css} {place} fill="{ink}" {_FONT} text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text{css} {place} fill="{ink}" {_FONT} text-anchor="{anchor}">{markup(words)}</text>'
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Chart:
         if square:
             shape = f'<rect {paint} x="{px - 4.5:.1f}" y="{py - 4.5:.1f}" width="9" height="9"/>'
         self._body.append(
-            f"<g><title>{escape(title)}</title>"
+            f"<g><title>{markup(title)}</title>"
             f'<line {paint} x1="{px:.1f}" x2="{px:.1f}" y1="{top:.1f}" y2="{bottom:.1f}" stroke-width="2"/>{shape}</g>'
         )
 
@@ -168,7 +169,7 @@ def stacked_bars(
             width = (WIDTH - 90) * value / longest
             out.append(
                 f'<rect {painted(css, stroke="none")} style="stroke: none" x="{x:.1f}" y="{y + 18}" '
-                f'width="{width:.1f}" height="{bar}"><title>{escape(part)}: {value:.3g} {unit}</title></rect>'
+                f'width="{width:.1f}" height="{bar}"><title>{markup(part)}: {value:.3g} {unit}</title></rect>'
             )
             x += width
         out.append(label(f"{sum(values):.3g} {unit}", f'x="{x + 6:.1f}" y="{y + 31}"', quiet=True))
@@ -181,7 +182,7 @@ def _head(title: str, height: int, style: str) -> str:
     page = f'<rect {painted("page")} width="{WIDTH}" height="{height}"/>'
     inner = f"<style>\n{style}</style>\n{page}" if style else ""
     return (
-        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(title)}</title>{inner}'
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{markup(title)}</title>{inner}'
     )
 
 

@@ -81,18 +81,20 @@ def bench(
     is given with its increase over the first row. Converted files go to the temporary directory (TMPDIR) for the time
     of the command.
     """
+    from w4conv.apart import keep_apart, keep_origin
     from w4conv.container import check_target, open_target
     from w4conv.measure.bench import bench as measure
 
-    if json + as_csv + markdown + (html == "-") > 1:
+    if json + as_csv + markdown + (html in ("-", "/dev/stdout")) > 1:
         raise UsageError("--json, --csv, --md and a report on standard output exclude one another")
     if shape is not None and text is not None:
         raise UsageError("the weights of a --shape are random, so that no perplexity is of use; leave --text out")
-    if text is None and (ctx is not None or chunks is not None):
-        raise UsageError("--ctx and --chunks say how perplexity is measured: name a --text")
     if html is not None:
+        keep_apart([html], input=inputs, text=text)
         check_target(Path(html), 0, overwrite=overwrite)
     with progress_bar() as progress, _opened(inputs or [], shape, schemes, threads, progress) as containers:
+        for _, container in containers:
+            keep_origin(html or "-", container.provenance, container.source_digests)
         report = measure(
             containers, n_prompt=prompt, n_tokens=n, rounds=rounds, context=context, text=text, ctx=ctx, chunks=chunks,
             activations=activations, kv=kv, threads=threads, progress=progress,
@@ -107,7 +109,7 @@ def bench(
         _output.write_json("bench", report)
     elif as_csv:
         _output.write(_as_csv(report))
-    elif html != "-":
+    elif html not in ("-", "/dev/stdout"):
         _output.write(_as_markdown(report) if markdown else _as_text(report))
 
 
@@ -156,7 +158,7 @@ def columns(report: BenchReport) -> tuple[str, ...]:
 
 def labels(report: BenchReport) -> list[str]:
     """The rows' names without the folders, where that leaves them distinct."""
-    names = [row.name for row in report.rows]
+    names = [_output.printable(row.name) for row in report.rows]
     short = [_without_folders(name) for name in names]
     return short if len(set(short)) == len(set(names)) else names
 
@@ -227,7 +229,7 @@ def _as_text(report: BenchReport) -> str:
 def _as_markdown(report: BenchReport) -> str:
     head = columns(report)
     lines = [head, ("---", *["---:"] * (len(head) - 1)), *_lines(report)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
     return table + "\n" + "; ".join(value for _, value in facts(report)) + "\n"
 
 
@@ -252,7 +254,7 @@ def _as_csv(report: BenchReport) -> str:
         perplexities = [None if value is None or not math.isfinite(value) else value for value in given]
         writer.writerow(
             [
-                row.name,
+                _output.printable(row.name),
                 row.schemes,
                 row.weight_nbytes,
                 report.isa,

@@ -41,8 +41,11 @@ def export(
         ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most bytes of tensors in one safetensors file, such as 500MB")
-    ] = "5GB",
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Most bytes of tensors in one safetensors file, such as 500MB [default: 5GB]"
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and check everything but values; write nothing")

@@ -72,9 +72,15 @@ def as_text(found: Inspection) -> str:
         marks = "".join(f", {name} {token}" for name, token in (("BOS", t.bos_token), ("EOS", t.eos_token)) if token)
         chat = ", chat template" if t.has_chat_template else ""
         pairs.append(("tokenizer", f"{t.model}, {t.n_tokens:,} tokens{marks}{chat}"))
+        pairs.append(("end tokens", _end_tokens(found)))
     pairs.append(("files inside" if found.kind == "w4" else "sidecars", ", ".join(found.blobs) or "none"))
     pairs += [("note", note) for note in found.notes]
     return "\n".join((_output.facts(pairs), total_table("kind", found.by_kind), total_table("scheme", found.by_scheme)))
+
+
+def _end_tokens(found: Inspection) -> str:
+    more = [token for token in found.chat_end_tokens if token not in found.end_tokens]
+    return (", ".join(found.end_tokens) or "none") + (f"; with --chat also {', '.join(more)}" if more else "")
 
 
 _KINDS = {"w4": "w4 container", "safetensors": "Hugging Face directory, safetensors", "gguf": "GGUF file"}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 import typer.main
 
 from w4conv import __version__
-from w4conv.cli import _errors, _output, bench, calibrate, cat, diff, export, inspect, quantize, run, verify
+from w4conv.cli import _errors, _output, _streams, bench, calibrate, cat, diff, export, inspect, quantize, run, verify
+from w4conv.options import refuse_idle
 
 EPILOG = """\
 \b
@@ -55,6 +56,15 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+class _Command(typer.core.TyperCommand):
+    """A command each of whose options acts, or is refused."""
+
+    def invoke(self, ctx: Any) -> Any:
+        given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+        refuse_idle(str(self.name), ctx.params, given)
+        return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="w4conv",
     epilog=EPILOG,
@@ -73,7 +83,7 @@ for command, epilog in (
     (bench.bench, bench.EPILOG),
     (cat.cat, cat.EPILOG),
 ):
-    app.command(epilog=epilog)(command if command is inspect.inspect else _guarded(command))
+    app.command(epilog=epilog, cls=_Command)(command if command is inspect.inspect else _guarded(command))
 
 
 def _show_version(value: bool) -> None:
@@ -104,21 +114,21 @@ def main() -> None:
     """Entry point: runs one command and exits with its code."""
     # numpy's BLAS has nothing to do here, and its threads spin when they start: 60 ms where the cores are wanted.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    code = _run(sys.argv[1:])
+    _streams.settle()
     try:
-        sys.stdout.flush()
-    except OSError as error:
-        _abandon_stdout()
-        if code == 0 and not isinstance(error, BrokenPipeError):
-            code = _errors.report(error)
+        code = _run(sys.argv[1:])
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # told before, or a reader that has had enough
+                _streams.abandon(stream)
     sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
     try:
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # TextIOWrapper
-        signal.signal(signal.SIGTERM, _terminate)
+        _streams.handle_signals(_terminate)
         command = typer.main.get_command(app)
         if "_W4CONV_COMPLETE" in os.environ:
             command.main(prog_name="w4conv")  # a shell asks for completions; exits
@@ -132,17 +142,12 @@ def _run(arguments: list[str]) -> int:
         _errors.print_message("note", str(interrupt) or "interrupted")
         return _errors.INTERRUPTED
     except BrokenPipeError:  # no error: the reader has had enough
-        _abandon_stdout()
+        _streams.abandon(sys.stdout)
         return 0
     except Exception as error:
         return _errors.report(error)
 
 
-def _abandon_stdout() -> None:
-    """Standard output takes no more; what is left in buffers must not fail again when the interpreter exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _terminate(number: int, _frame: object) -> None:
-    """SIGTERM cleans up as an exception does: temporary files go."""
+    """SIGTERM and SIGHUP clean up as an exception does: temporary files go."""
     sys.exit(128 + number)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._errors import INTERRUPTED
+from w4conv.cli._errors import INTERRUPTED, print_message
 from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
 from w4conv.errors import InputError, UsageError
+from w4conv.options import has_integers, refuse_idle
 
 if TYPE_CHECKING:
     from w4conv.runtime.engine import Model
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_NBYTES = 1 << 26
 SPELLED = (
-    "note: the prompt spells special tokens, which are taken as such; --special-tokens text takes them as text, parse "
-    "says that this is meant\n"
+    "the prompt spells special tokens, which are taken as such; --special-tokens text takes them as text, parse says "
+    "that this is meant"
 )
+# Of an answer that no end token ended, by how it ended.
+CUT = {
+    "length": "the answer was cut after {n:,} tokens; -n allows more",
+    "context": "the answer was cut: the context of {ctx:,} tokens is full",
+}
 EPILOG = """\
 \b
 Examples:
@@ -83,8 +89,9 @@ def run(
     """Generate text from a container.
 
     The prompt comes from -p, -f or standard input; one line end at the end of a file or of standard input is not part
-    of it. The text streams to standard output until an end token, N tokens, or a full context. With --json it comes at
-    the end, with the figures of --stats.
+    of it. The text streams to standard output until an end token, N tokens, or a full context; a note says which of the
+    latter two has cut it. On a terminal, control characters in it are shown as escapes. With --json it comes at the
+    end, with the ids of its tokens and the figures of --stats.
     """
     from w4conv.container import open_container
     from w4conv.runtime.chat import ChatTemplate, encode_chat
@@ -96,14 +103,14 @@ def run(
 
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _read_prompt(prompt, prompt_file)
-    if chat_template is not None and not chat:
-        raise UsageError("--chat-template chooses a template for --chat, which is not given")
     with ExitStack() as stack:
         container = stack.enter_context(open_container(file))
         # First, since its process needs some 80 ms, in which the model is opened.
         template = ChatTemplate.from_blobs(container.blobs, name=chat_template) if chat else None
         if template is not None:
             stack.enter_context(template)
+        integers = has_integers(t.scheme.kind for t in container.tensors.values())
+        refuse_idle("run", {"activations": activations, "has_integers": integers})
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
@@ -115,7 +122,7 @@ def run(
                 ids = encode_chat(template, tokenizer, messages, special_tokens=special)
                 template.close()
                 if special_tokens is None and tokenizer.special_ids(tokenizer.encode(text, add_bos=False)):
-                    _output.write(SPELLED, stream=sys.stderr)
+                    print_message("note", SPELLED)
             generation = generate_text(
                 model,
                 tokenizer,
@@ -124,19 +131,33 @@ def run(
                 sampler=sampler,
                 stop_ids=tokenizer.stop_ids(chat=chat),
                 at_start=chat or not text,
-                on_piece=_ignore if json else _output.write,
+                on_piece=_ignore if json else _stream,
                 on_drop=_tell_of_drops,
                 lookup=lookup,
             )
             figures = statistics(model, generation)
             # Before the mapping is closed, which takes a large file some 50 ms.
             if json:
-                _output.write_json("run", {"text": generation.text, "finish": generation.finish, "stats": figures})
-            else:
-                if not generation.text.endswith("\n"):
-                    _output.write("\n")
-                if stats:
-                    _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
+                report = {
+                    "model_digest": container.digest,
+                    "prompt": text,
+                    "prompt_ids": ids,
+                    "text": generation.text,
+                    "generated_ids": generation.ids,
+                    "end_id": generation.end_id,
+                    "finish": generation.finish,
+                    "sampling": {
+                        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+                    },
+                    "stats": figures,
+                }  # fmt: skip
+                _output.write_json("run", report)
+            elif not generation.text.endswith("\n"):
+                _output.write("\n")
+            if not json and (cut := CUT.get(generation.finish)):
+                print_message("note", cut.format(n=n, ctx=model.ctx))
+            if stats:
+                _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
     if generation.finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
@@ -145,11 +166,14 @@ def _ignore(_piece: str) -> None:
     pass
 
 
+def _stream(piece: str) -> None:
+    _output.write(_output.streamed(piece))
+
+
 def _tell_of_drops(n_kept: int) -> None:
-    _output.write(
-        "note: the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest "
-        f"{n_kept:,}\n",
-        stream=sys.stderr,
+    print_message(
+        "note",
+        f"the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest {n_kept:,}",
     )
 
 
@@ -157,6 +181,11 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("both -p and -f name a prompt; give one of them")
     if prompt is not None:
+        if bad := next((c for c in prompt if "\ud800" <= c <= "\udfff"), None):  # as Python has such bytes
+            raise UsageError(
+                f"-p is not UTF-8 text: byte 0x{ord(bad) - 0xDC00:02x} at character {prompt.index(bad)}. Give text in "
+                "UTF-8"
+            )
         return prompt
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe one in")

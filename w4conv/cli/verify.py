@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,9 +106,13 @@ def verify(
     An export (a directory, or a GGUF file) is checked against its container: every value must be the container's, or
     that value rounded to the F16 or BF16 in which it is stored.
     """
+    from w4conv.apart import keep_apart
+    from w4conv.measure.texts import WIKITEXT2_VARIABLE
     from w4conv.verification import verify as check
 
     refuse_terminal(file)
+    if plot is not None:
+        keep_apart([plot], container=file, source=against, text=text or os.environ.get(WIKITEXT2_VARIABLE))
     if plot is not None and Path(plot).exists():
         raise OutputError(f"{plot} exists already. Name another file, or remove it")
     with progress_bar() as progress:
@@ -133,10 +138,13 @@ def verify(
         _draw(Path(plot), report.perplexity, file)
     if json:
         _output.write_json("verify", report)
-    else:
-        _output.write(as_text(report))
-    if not report.ok:
-        raise CheckError(". ".join(report.failures))
+        if not report.ok:
+            raise CheckError(". ".join(report.failures))
+        return
+    _output.write(as_text(report))
+    if not report.ok:  # the report says what did not hold
+        n = len(report.failures)
+        raise CheckError(f"{n} check{'s' * (n > 1)} did not hold: see FAILED in the report")
 
 
 def as_text(report: VerifyReport) -> str:

@@ -6,14 +6,18 @@ import importlib
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
-from w4conv.container import STDOUT, open_container
+from w4conv.apart import keep_apart, keep_origin
+from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.export.model import ExportModel
 from w4conv.export.plan import Options, Plan
 from w4conv.export.report import ExportReport, make_report
+from w4conv.options import refuse_idle
 from w4conv.progress import Progress, Silent
 from w4conv.sizes import nbytes_of
 
@@ -42,7 +46,7 @@ def export(
     *,
     to: str,
     dtype: str | None = None,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    max_shard_size: str | int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -51,7 +55,8 @@ def export(
 
     to: one of FORMATS; "gguf" is a file ("-" is standard output), the others are directories, in the layout of
     Hugging Face but for "onnx". dtype: "f16", "bf16" or "f32", for tensors that the format does not hold coded; None is
-    the default of the format. max_shard_size: most bytes of tensors in one safetensors file ("5GB", or a number).
+    the default of the format. max_shard_size: most bytes of tensors in one safetensors file ("500MB", or a
+    number; None is 5GB).
     dry_run: plan and check everything but values, write nothing.
 
     The report says of every kind of tensor whether its float32 values are those of the container; rounding is measured,
@@ -65,10 +70,13 @@ def export(
         raise UsageError(f"unknown format {to!r}; choose one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
-    options = Options(to, dtype, nbytes_of(max_shard_size, "max-shard-size"))
+    values = {"to": to, "dtype": dtype, "max_shard_size": max_shard_size, "out": out, "overwrite": overwrite}
+    refuse_idle("export", values)
+    shard_size = DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size
+    options = Options(to, dtype, nbytes_of(shard_size, "max-shard-size"))
+    keep_apart([out], container=path)
     with open_container(path) as container:
-        if out != STDOUT and out.exists() and out.samefile(path):
-            raise UsageError(f"{out} is the container itself. Name another output")
+        keep_origin(out, container.provenance, container.source_digests)
         module = importlib.import_module(f"w4conv.export.{_MODULES[to]}")
         model = ExportModel(container)
         if model.stacks and to not in STACKED:
@@ -77,7 +85,23 @@ def export(
                 f"place. {model.spec.architecture} can be exported to {' and '.join(STACKED)}"
             )
         plan: Plan = module.plan(model, options)
+        if dtype is not None:
+            refuse_idle("export", values | {"has_floats": _depends_on_dtype(module, model, options, plan)})
         plan.check(out, overwrite=overwrite)
         if not dry_run:
             plan.write(out, overwrite=overwrite, progress=progress or Silent())
         return make_report(container, plan, out, seconds=None if dry_run else time.perf_counter() - started)
+
+
+def _depends_on_dtype(module: ModuleType, model: ExportModel, options: Options, plan: Plan) -> bool:
+    """Whether another dtype would give another export."""
+    other = "f16" if options.dtype == "f32" else "f32"
+    try:
+        otherwise: Plan = module.plan(model, replace(options, dtype=other))
+    except (InputError, UsageError):
+        return True
+    return _types(plan) != _types(otherwise)
+
+
+def _types(plan: Plan) -> list[str]:
+    return [output.dtype for tensor in plan.tensors for output in tensor.outputs]

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from w4conv.export.huggingface import HuggingFacePlan
@@ -28,6 +26,7 @@ from w4conv.export.packed import (
     words,
 )
 from w4conv.export.plan import Exported, Options, Plan
+from w4conv.strict_json import to_json
 
 
 def plan(model: ExportModel, options: Options) -> Plan:
@@ -55,7 +54,7 @@ def plan(model: ExportModel, options: Options) -> Plan:
         tensors,
         dtype=float_dtype(options),
         quantization={"quantization_config": config},
-        sidecars={"quantize_config.json": json.dumps(config, indent=2).encode() + b"\n"},
+        sidecars={"quantize_config.json": to_json(config, where="quantize_config.json", indent=2) + b"\n"},
         notes=notes,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from w4conv.export.directory import LEFTOVER, check_directory, open_directory
 from w4conv.export.model import ExportModel
 from w4conv.export.plan import Exported, FileSize, Options, Output, Plan
 from w4conv.progress import Progress
+from w4conv.strict_json import has_special_floats, made_strict, to_json
 
 _ITEMSIZES: Final = {"F32": 4, "I32": 4, "U32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8": 1}
 _DTYPE_NAMES: Final = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
@@ -60,7 +60,16 @@ class HuggingFacePlan(Plan):
         self.notes = notes
         self._shards = _shards(tensors, options.max_shard_nbytes, writer)
         config = plain_config(model.config, dtype) | dict(quantization or {})
-        self._sidecars = {name: data for name, data in sorted(model.blobs.items()) if name != "config.json"}
+        if has_special_floats(config):
+            self.notes = [
+                *notes,
+                'config.json: infinity and NaN are written as transformers does, as {"__float__": ..}.',
+            ]
+        self._sidecars = {
+            name: made_strict(data, name) if name.endswith(".json") else data
+            for name, data in sorted(model.blobs.items())
+            if name != "config.json"
+        }
         self._sidecars |= {**(sidecars or {}), "config.json": _json(config)}
         if len(self._shards) > 1:
             self._sidecars[_INDEX] = _index(self._shards)
@@ -124,7 +133,7 @@ def _shard(name: str, outputs: list[Output], writer: str) -> _Shard:
         end = offset + output.nbytes
         header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = to_json(header, where=name, separators=(",", ":"))
     return _Shard(name, text + b" " * (-len(text) % 8), tuple(ordered))
 
 
@@ -143,4 +152,4 @@ def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+    return to_json(value, where="config.json", special_floats=True, indent=2) + b"\n"

@@ -13,7 +13,6 @@ A tied head is the embedding's bytes under a second name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +32,7 @@ from w4conv.export.plan import Exported, FileSize, FloatWriter, Options, Output,
 from w4conv.models.rope import RopeSpec
 from w4conv.models.spec import TensorSpec
 from w4conv.progress import Progress
+from w4conv.strict_json import to_json
 
 Array = npt.NDArray[np.generic]
 
@@ -245,4 +245,4 @@ def _padded(nbytes: int) -> int:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+    return to_json(value, where="genai_config.json", indent=2) + b"\n"

@@ -22,9 +22,9 @@ from w4conv.measure.counters import Counters, difference
 from w4conv.measure.machine import Machine, available_memory
 from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
 from w4conv.measure.text_windows import TextWindows, cut_text, settle
+from w4conv.options import has_integers, refuse_idle
 from w4conv.progress import Progress, Silent
 from w4conv.runtime.engine import Model
-from w4conv.scheme import INTEGER_KINDS
 
 CURVE_TOKENS: Final = 8  # decoded behind each length of the context
 SHORTEST_CONTEXT: Final = 16
@@ -170,6 +170,14 @@ def bench(
     Raises UsageError when prompt and tokens do not fit a model, or all weights together not the memory, which would
     measure the disk; InputError when a model cannot be run or the text is missing.
     """
+    values = {
+        "text": text,
+        "ctx": ctx,
+        "chunks": chunks,
+        "activations": activations if activations != "int16" else None,
+    }
+    kinds = [t.scheme.kind for _, container in containers for t in container.tensors.values()]
+    refuse_idle("bench", values | {"has_integers": has_integers(kinds)})
     progress = progress or Silent()
     n_prompt, n_tokens = count(n_prompt, "prompt", low=1), count(n_tokens, "tokens", low=1)
     rounds, chunks = count(rounds, "rounds", low=1), optional_count(chunks, "chunks", low=1)
@@ -263,7 +271,7 @@ class _Run:
         layers = [t for t in spec.tensors() if t.layer is not None]
         self._layers_nbytes = sum(part.nbytes for t in layers for part in stored[t.name].parts)
         self._layers_nbytes += nbytes["norm"]
-        integers = any(stored[t.name].scheme.kind in INTEGER_KINDS for t in linear)
+        integers = has_integers(stored[t.name].scheme.kind for t in linear)
         self._operands = model.activations if integers else "float"
 
     def measure(self) -> _Round:

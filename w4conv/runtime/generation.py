@@ -23,6 +23,7 @@ class Generation:
     decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
     n_drafted, n_accepted: tokens drafted by lookup, and those of them that the model chose too.
     n_dropped: tokens whose keys and values the model's `kv_memory` had no room for any more.
+    ids: the n_generated tokens; end_id: the end token behind them, None where none ended the text.
     """
 
     text: str
@@ -36,6 +37,8 @@ class Generation:
     n_drafted: int = 0
     n_accepted: int = 0
     n_dropped: int = 0
+    ids: tuple[int, ...] = ()
+    end_id: int | None = None
 
     @property
     def prefill_per_second(self) -> float | None:
@@ -84,7 +87,8 @@ def generate_text(
             pieces.append(piece)
             on_piece(piece)
 
-    finish = "length"
+    finish, end_id = "length", None
+    ids: list[int] = []
     n_generated = n_decoded = n_drafted = n_accepted = n_dropped = 0
     ahead: list[tuple[int, F32Array]] = []  # tokens drafted and already run, with the logits after each
     prefill = first = decode = 0.0
@@ -100,9 +104,10 @@ def generate_text(
             token = sampler(logits)
             first = first or time.perf_counter() - begin
             if token in stop_ids:
-                finish = "stop"
+                finish, end_id = "stop", int(token)
                 break
             n_generated += 1
+            ids.append(int(token))
             emit(decoder.push(token))
             if n_generated == max_tokens:
                 break
@@ -139,6 +144,8 @@ def generate_text(
         n_drafted,
         n_accepted,
         n_dropped,
+        tuple(ids),
+        end_id,
     )
 
 

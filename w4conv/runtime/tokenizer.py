@@ -118,6 +118,11 @@ class Tokenizer:
         token = self._tokenizer.token(token_id)
         return None if token in self._special_texts else token
 
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary has it; "<id 7>" for an id beyond it."""
+        token = self._tokenizer.token(token_id)
+        return f"<id {token_id}>" if token is None else token
+
     def stop_ids(self, *, chat: bool = False) -> frozenset[int]:
         """Every token that ends a generation: all EOS tokens the files name; with `chat`, the ends of a turn too."""
         ids = {i for named in self._ids["eos"] for i in named if i >= 0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from w4conv.errors import InputError
 from w4conv.sources.gguf_architectures import Architecture
 from w4conv.sources.gguf_header import GgufHeader
+from w4conv.strict_json import to_json
 
 TOKEN_IDS: Final = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -287,4 +287,4 @@ def _shortest(value: float) -> float:
 
 
 def _json(config: dict[str, object]) -> bytes:
-    return json.dumps(config, indent=2).encode() + b"\n"
+    return to_json(config, where="config.json, as the GGUF metadata has it", ensure_ascii=True, indent=2) + b"\n"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
+
+from w4conv.strict_json import to_json
 
 Json = dict[str, object]
 
@@ -208,4 +209,4 @@ def _unknown(vocabulary: Vocabulary) -> str | None:
 
 
 def as_json(value: Json) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return to_json(value, where="tokenizer.json", separators=(",", ":"))
