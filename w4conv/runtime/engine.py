@@ -51,9 +51,8 @@ def _new_native(
     c.set_activation(spec.activation)
     if spec.experts is not None:
         c.n_experts_per_token, c.renormalized = spec.experts.n_per_token, spec.experts.renormalized
-    for rope in (spec.rope, spec.local_rope):
-        for table in rope.tables(spec.head_dim, n_positions) if rope is not None else ():
-            c.add_rope(*table)
+    for _, table in spec.rope_tables(n_positions):
+        c.add_rope(*table)
     for layer in layers:
         c.add_layer(spec.rope_index(layer), spec.window(layer))
     return _native.new_model(c, threads or kernels.default_threads())
@@ -265,7 +264,7 @@ class Session:
     ) -> None:
         self._model, self._session, self._vocab_size = model, session, spec.vocab_size
         self._after_pass, self._n_since = after_pass, 0  # called when so many tokens have run as a pass holds
-        self._short = spec.rope.original_max_positions if spec.rope.scaling == "longrope" else None
+        self._short, self._n_ropes = spec.long_after, len(spec.ropes)
         self._ids = np.empty(session.n_positions, np.int32)
         self._window = window
 
@@ -306,7 +305,7 @@ class Session:
             self._run(tokens[:n_short], out[:n_short])
         if n_short < tokens.size:
             if self._session.rope_offset == 0:
-                self._restart(before + n_short, rope_offset=1)
+                self._restart(before + n_short, rope_offset=self._n_ropes)
             self._run(tokens[n_short:], out[n_short:] if all_logits else out)
         return out
 
@@ -409,8 +408,8 @@ class LayerModel:
         }
         until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
         session = self._native.session(n, self._kv)
-        rope = spec.rope
-        session.rope_offset = int(rope.scaling == "longrope" and n > rope.original_max_positions)
+        if spec.long_after is not None and n > spec.long_after:
+            session.rope_offset = len(spec.ropes)
         for start in range(0, n, _native.MAX_TOKENS):
             piece = slice(start, min(start + _native.MAX_TOKENS, n))
             self._native.run_layer(
