@@ -27,6 +27,7 @@ from blake3 import blake3
 from w4conv import codes, kernels
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, read_calibration
 from w4conv.container import check_target, open_target
+from w4conv.declarations import settle_declarations
 from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
 from w4conv.models import parse_config
@@ -248,6 +249,7 @@ def calibrate(
     """
     progress, out = progress or Silent(), Path(out)
     with open_source(Path(src)) as source:
+        settle_declarations(source)
         spec = parse_config(json.loads(source.blobs["config.json"]))
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
         head = _header(source, spec, cut, full=full)

@@ -58,7 +58,8 @@ def parse(config: Config, architecture: str) -> ModelSpec:
 def _language_part(config: Config) -> Config:
     """`text_config`, with the type of the weights where only the whole names it."""
     dtypes = {key: config.get(key) for key in ("dtype", "torch_dtype") if key in config}
-    return config.section("text_config").with_defaults(dtypes)
+    tied = config.flag("tie_word_embeddings", True)  # that of the whole counts, never the inner one
+    return config.section("text_config").with_defaults(dtypes).replaced("tie_word_embeddings", tied)
 
 
 def _ropes(config: Config) -> list[RopeSpec]:
