@@ -13,14 +13,17 @@ from w4conv import kernels
 from w4conv.apart import keep_apart
 from w4conv.arguments import count, optional_count
 from w4conv.container import check_target
-from w4conv.errors import UsageError
+from w4conv.declarations import settle_declarations
+from w4conv.errors import InputError, UsageError
 from w4conv.importance_matrix import ImportanceMatrix
+from w4conv.models import check_architecture, parse_config
 from w4conv.options import refuse_idle
 from w4conv.planning import ConversionPlan, known_method
 from w4conv.progress import Progress, Silent
-from w4conv.quantization.generic import GENERIC
+from w4conv.quantization.generic import GENERIC, matrix_role
 from w4conv.quantization.recipe import DEFAULT_GROUP_SIZE, Rule, make_recipe, read_rules
 from w4conv.sources import open_source
+from w4conv.sources._files import parse_json_object, read_small
 from w4conv.sources.base import Source
 from w4conv.statistics import SavedStatistics, Statistics
 from w4conv.writing import write
@@ -42,7 +45,8 @@ class ConversionReport:
 
     input_nbytes: all source files. output_nbytes: the container, exact. bits_per_weight: tensors with scales and row
     padding, over all parameters. recipe: patterns and what they say, in order; with target_bpw, the first n_allocated
-    are matrices and what was chosen for them. seconds, mb_per_second (1e6 bytes of input) and digest are None after a
+    are matrices and what was chosen for them. warnings: those of the notes that say where the source contradicts
+    itself, and which reading was taken. seconds, mb_per_second (1e6 bytes of input) and digest are None after a
     dry run.
     """
 
@@ -61,6 +65,7 @@ class ConversionReport:
     bits_per_weight: float
     schemes: tuple[SchemeTotal, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     method: str = "rtn"
     recipe: tuple[tuple[str, Rule], ...] = ()
     target_bpw: str | None = None
@@ -89,6 +94,7 @@ def quantize(
     resume: bool = False,
     architecture: str | None = None,
     gptq_zero15: int | None = None,
+    head: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -124,6 +130,10 @@ def quantize(
     gptq_zero15: 16 or 0, what a stored zero point of 15 means in a GPTQ checkpoint; programs differ, so it is refused
     unless this says it. The container records it.
 
+    head: "stored" takes lm_head.weight as the head whatever config.json says, "tied" the embedding; None does as
+    transformers: a stored head that differs from the embedding is the head, an equal one is stored once where
+    tie_word_embeddings says so. The container records it.
+
     threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
     tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
     be resumed; layers already written are run again to calibrate the rest, but not rounded again. dry_run: plan and
@@ -150,6 +160,10 @@ def quantize(
         raise UsageError("calibration runs the model, and an architecture that is generic cannot be run: leave one out")
     if gptq_zero15 is not None and (gptq_zero15 := count(gptq_zero15, "gptq-zero15")) not in (0, 16):
         raise UsageError(f"gptq-zero15 is {gptq_zero15}, expected 16 or 0")
+    if head is not None and architecture == GENERIC:
+        raise UsageError(
+            "head says which matrix is the head, and an architecture that is generic has none: leave one out"
+        )
     kernels.thread_count(threads)
     calibration_tokens = optional_count(calibration_tokens, "calibration-tokens", low=1)
     calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
@@ -158,11 +172,16 @@ def quantize(
     seen: tuple[Path, int | None, int | None] | Statistics | None = None
     if calibration is not None:
         seen = _open_calibration(Path(calibration), calibration_tokens, calibration_ctx)
+    if not generic:
+        _check_architecture(src)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
         if gptq_zero15 is not None and source.gptq_zero15 is None:
             raise UsageError(
                 f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
             )
+        if not generic:
+            _check_config(source)
+            settle_declarations(source, head)
         if scheme is None:
             asked = requantize or any(
                 word is not None for word in (group_size, method, calibration, recipe, target_bpw)
@@ -178,6 +197,7 @@ def quantize(
             seen,
             target,
             generic=generic,
+            head=head,
             threads=threads,
             progress=progress,
         )
@@ -192,7 +212,7 @@ def quantize(
 def _default_scheme(source: Source, *, requantize: bool) -> str:
     """What a source gets when no scheme is named. requantize: an option already says that weights are to be rounded."""
     quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) >= 2]
-    linear = [t for t in quantized if "layers." in t.name]
+    linear = [t for t in quantized if matrix_role(t.name) == "linear"]
     if not quantized or requantize:
         return "w4a16"
     if linear and all(t.coding is not None and t.coding.bits == 4 for t in linear):
@@ -205,6 +225,29 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
         f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
         f"exactly. Give --requantize to round them a second time to w4a16, or --scheme keep to store them {kept}"
     )
+
+
+def _check_architecture(src: Path) -> None:
+    """Before anything else of a directory is read; what cannot be read is told where it is."""
+    path = src / "config.json"
+    if not path.is_file():
+        return
+    try:
+        check_architecture(parse_json_object(read_small(path), str(path), allow_nan=True))
+    except InputError as error:
+        raise InputError(f"{src}: {error}. With --architecture generic it is converted, but cannot be run") from None
+
+
+def _check_config(source: Source) -> None:
+    """That w4conv knows the model."""
+    where = f"{source.path}: config.json"
+    config = parse_json_object(source.blobs["config.json"], where, allow_nan=True)
+    try:
+        parse_config(config)
+    except InputError as error:
+        raise InputError(
+            f"{source.path}: {error}. With --architecture generic it is converted, but cannot be run"
+        ) from None
 
 
 def _target(bpw: float | str, *others: object) -> Decimal:
@@ -283,6 +326,7 @@ def _report(
         bits_per_weight=8 * sum(t.nbytes for t in tensors) / n_parameters,
         schemes=tuple(totals.values()),
         notes=(*plan.notes, *notes),
+        warnings=plan.source.warnings,
         method=plan.method,
         recipe=plan.recipe.rules,
         target_bpw=None if plan.target is None else str(plan.target),

@@ -18,6 +18,7 @@ from w4conv.quantization.generic import matrix_role, refuse_to_run
 from w4conv.runtime.tokenizer_file import TokenizerFile
 from w4conv.sources import open_source
 from w4conv.sources.base import Source, SourceTensor
+from w4conv.sources.huggingface import open_as_stored
 
 TensorKind = Literal["embedding", "head", "attention", "mlp", "norm", "other"]
 KINDS: Final[tuple[TensorKind, ...]] = ("embedding", "head", "attention", "mlp", "norm", "other")
@@ -109,8 +110,8 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         with open_source(path) as source:
             return _of_source(source)
     except InputError as error:
-        try:  # a GGUF file of whatever architecture can be described
-            with open_source(path, raw=True) as source:
+        try:  # a GGUF file of whatever architecture can be described, and tensors that only their format can read
+            with open_as_stored(path) if path.is_dir() else open_source(path, raw=True) as source:
                 return _of_source(source, refused=error)
         except InputError:
             raise error from None

@@ -101,6 +101,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
         "scheme": ALWAYS,
         "group_size": (Need(_has_groups, "as nothing is coded in groups. Leave it out, or choose another scheme"),),
         "embeddings": ALWAYS,
+        "head": ALWAYS,
         "recipe": ALWAYS,
         "target_bpw": ALWAYS,
         "method": (Need(_codes_linear, "as no linear weights are rounded. Leave it out, or choose another scheme"),),

@@ -10,9 +10,6 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from w4conv import __version__, codes
 from w4conv.blobs import config_of, parse_json_object
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, read_calibration
@@ -38,11 +35,8 @@ from w4conv.statistics import HEAD as HEAD_PLACE
 from w4conv.statistics import Statistics, observe
 
 TOOL: Final = f"w4conv {__version__}"
-HEAD: Final = "lm_head.weight"
 # Buffers that old checkpoints carry and that follow from the config.
 HARMLESS: Final = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias")
-
-Array = npt.NDArray[np.generic]
 
 
 class ConversionPlan:
@@ -58,11 +52,12 @@ class ConversionPlan:
     def __init__(
         self, source: Source, recipe: Recipe, method: str,
         calibration: tuple[Path, int | None, int | None] | Statistics | None, target: Decimal | None, *,
-        generic: bool, threads: int | None, progress: Progress,
+        generic: bool, head: str | None, threads: int | None, progress: Progress,
     ) -> None:  # fmt: skip
         """calibration: the text, and how many tokens of it in sequences of how many; or statistics."""
         self.source = source
         self.recipe = recipe
+        self.head = head
         self.notes = list(source.notes)
         self.coded: set[str] = set()
         self.rounded_again: set[str] = set()
@@ -277,9 +272,6 @@ class ConversionPlan:
         if missing:
             raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. Fetch the checkpoint again")
         extra = [name for name in stored if name not in needed]
-        if self.model.tied_head and HEAD in extra:
-            extra.remove(HEAD)
-            self._note_tied_head()
         if zeros := [name for name in extra if name.endswith(".bias") and not self.source.read(name).any()]:
             extra = [name for name in extra if name not in zeros]
             self.notes.append(
@@ -317,24 +309,6 @@ class ConversionPlan:
             self.notes.append(f"quantized already and {what}: {len(names)} tensors, {change}")
         return out
 
-    def _note_tied_head(self) -> None:
-        embedding = self.model.tensors()[0].name
-        if self._equal(embedding, HEAD):
-            self.notes.append(f"{HEAD} equals {embedding} and is stored once")
-        else:
-            self.notes.append(
-                f"{HEAD} differs from {embedding}, but tie_word_embeddings in the config wins: it is left out"
-            )
-
-    def _equal(self, a: str, b: str) -> bool:
-        first, second = self.source.tensors[a], self.source.tensors[b]
-        if (first.shape, first.dtype) != (second.shape, second.dtype):
-            return False
-        return all(
-            np.array_equal(_bits(self.source.read(a, rows)), _bits(self.source.read(b, rows)))
-            for rows in self.source.row_blocks(a)
-        )
-
     def _provenance(self, tensors: list[TensorPlan]) -> dict[str, Any]:
         """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
         for file in self.source.files:
@@ -356,6 +330,8 @@ class ConversionPlan:
             record["group_size"] = self.recipe.group_size
         if isinstance(self.model, GenericModel):
             record["architecture"] = GENERIC
+        if self.head is not None:
+            record["head"] = self.head
         if self.source.gptq_zero15 is not None:
             record["gptq_zero15"] = self.source.gptq_zero15
         if self.recipe.rules:
@@ -378,11 +354,6 @@ def known_method(method: str) -> str:
 def _is_text(name: str) -> bool:
     """Not so of names with bytes that are not UTF-8, which Python has as surrogates."""
     return not any("\ud800" <= c <= "\udfff" for c in name)
-
-
-def _bits(values: Array) -> Array:
-    """Unsigned integers of the same size, which compare by their bytes: NaN equals itself, -0.0 is not 0.0."""
-    return values.view(f"u{values.itemsize}")
 
 
 def _some(names: list[str]) -> str:

@@ -28,6 +28,7 @@ from w4conv.apart import keep_apart
 from w4conv.arguments import count
 from w4conv.calibration_text import CTX, TOKENS, CalibrationText, is_held_out, read_calibration
 from w4conv.container import check_target, open_target
+from w4conv.declarations import settle_declarations
 from w4conv.errors import InputError
 from w4conv.mapped_file import MappedFile
 from w4conv.models import spec_of
@@ -255,6 +256,7 @@ def calibrate(
     tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
     keep_apart([out], source=src, text=text)
     with open_source(Path(src)) as source:
+        settle_declarations(source)
         spec = spec_of(source.blobs)
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
         head = _header(source, spec, cut, full=full)

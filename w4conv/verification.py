@@ -13,6 +13,7 @@ from typing import Any
 from w4conv import kernels
 from w4conv.arguments import optional_count, real
 from w4conv.container import STDOUT, Container, open_container, open_stream
+from w4conv.declarations import HEADS, settle_declarations
 from w4conv.errors import FormatError, InputError, UsageError
 from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
@@ -180,6 +181,13 @@ def _open_against(container: Container, against: str | os.PathLike[str]) -> Sour
     zero15 = provenance.get("gptq_zero15")
     generic = provenance.get("architecture") == GENERIC
     source = open_source(Path(against), raw=generic, gptq_zero15=zero15 if zero15 in (0, 16) else None)
+    head = provenance.get("head")
+    if not generic:
+        try:
+            settle_declarations(source, head if head in HEADS else None)
+        except BaseException:
+            source.close()
+            raise
     return folded_as_recorded(source, provenance, container.blobs, container.path)
 
 

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("quantization", "container", "sources", "models"),
     (
         "convert",
+        "declarations",
         "planning",
         "channel_scaling",
         "statistics",

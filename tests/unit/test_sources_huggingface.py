@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -127,13 +128,16 @@ def test_truncated_while_open(tmp_path):
         np.testing.assert_array_equal(source.read("model.norm.weight"), weights("F16")["model.norm.weight"])
 
 
-def test_the_index_wins_and_the_rest_is_named(tmp_path):
+def test_the_single_file_wins_and_the_rest_is_named(tmp_path):
     directory = make_llama_dir(tmp_path / "m", shards=2)
     write_safetensors(directory / "model.safetensors", {"w": ("F32", np.zeros(1, np.float32))})
     (directory / "pytorch_model.bin").write_bytes(b"PK")
     with open_source(directory) as source:
-        assert source.notes == (f"Left aside, as {INDEX} names the weights: model.safetensors, pytorch_model.bin.",)
-        assert set(source.tensors) == set(weights("F16"))
+        assert set(source.tensors) == {"w"}, "as in transformers"
+        assert source.warnings == source.notes
+        assert re.search(
+            rf"more than one set .* model.safetensors holds .* left aside: {INDEX}; model-0", source.notes[0]
+        )
 
 
 def test_choice_of_the_weight_file(tmp_path):
@@ -239,11 +243,12 @@ def test_not_a_model(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "quantization"])
-def test_quantized_config_is_refused(tmp_path, key):
-    """The config speaks of quantized weights, but they are plain: one of the two is wrong."""
+def test_plain_weights_whose_config_says_quantized(tmp_path, key):
+    """What the file holds decides."""
     config = {key: {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    with pytest.raises(InputError, match=r"config\.json says (gptq|mlx), but no tensor is stored so"):
-        open_source(make_llama_dir(tmp_path / "m", config=config))
+    with open_source(make_llama_dir(tmp_path / "m", config=config)) as source:
+        assert set(source.tensors) == set(weights("F16"))
+        assert ["every tensor is plain" in warning for warning in source.warnings] == [True]
 
 
 @pytest.mark.parametrize("name", ["q_proj.qweight", "q_proj.weight_packed", "q_proj.weight.absmax", "q_proj.scales"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from w4conv.cli import _output
+from w4conv.cli._errors import print_message
 from w4conv.cli._options import Json, Threads, one_of
 from w4conv.cli._progress import progress_bar
 
@@ -140,6 +141,14 @@ def quantize(
             help="What a stored zero point of 15 means in a GPTQ checkpoint of version 1",
         ),
     ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="stored|tied",
+            help="The head: lm_head.weight as stored, or the embedding [default: as transformers]",
+            autocompletion=one_of(("stored", "tied")),
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and check everything but values; write no file")
     ] = False,
@@ -176,6 +185,7 @@ def quantize(
                 resume=resume,
                 architecture=architecture,
                 gptq_zero15=gptq_zero15,
+                head=head,
                 dry_run=dry_run,
                 progress=progress,
             )
@@ -184,6 +194,8 @@ def quantize(
         if resume and out != "-":
             left = f"{out} is not complete; --resume goes on"
         raise KeyboardInterrupt(f"interrupted; {left}") from None
+    for warning in report.warnings:
+        print_message("warning", warning)
     stream = sys.stderr if out == "-" else sys.stdout
     if json:
         _output.write_json("quantize", report, stream=stream)

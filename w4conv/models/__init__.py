@@ -75,6 +75,11 @@ def parse_config(config: Mapping[str, object]) -> ModelSpec:
     return _BY_ARCHITECTURE[architecture].parse(settings, architecture)
 
 
+def check_architecture(config: Mapping[str, object]) -> None:
+    """Raise InputError for an architecture that is not supported."""
+    _architecture(Config(config))
+
+
 def _architecture(config: Config) -> str:
     """By `architectures`, or by `model_type` where that is absent."""
     known = ", ".join(_BY_ARCHITECTURE)

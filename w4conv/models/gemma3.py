@@ -58,7 +58,8 @@ def parse(config: Config, architecture: str) -> ModelSpec:
 def _language_part(config: Config) -> Config:
     """`text_config`, with the type of the weights where only the whole names it."""
     dtypes = {key: config.get(key) for key in ("dtype", "torch_dtype") if key in config}
-    return config.section("text_config").with_defaults(dtypes)
+    tied = config.flag("tie_word_embeddings", True)  # that of the whole counts, never the inner one
+    return config.section("text_config").with_defaults(dtypes).replaced("tie_word_embeddings", tied)
 
 
 def _ropes(config: Config) -> list[RopeSpec]:
@@ -69,6 +70,11 @@ def _ropes(config: Config) -> list[RopeSpec]:
     settings = [config.section("rope_parameters").section(kind) for kind in KINDS]
     if not config.section("rope_scaling").empty():
         settings = [config.section("rope_scaling"), Config({})]
-    return [
+    ropes = [
         rope_of(own, config, max_positions, head_dim, theta=theta) for own, theta in zip(settings, thetas, strict=True)
     ]
+    if len({rope.original_max_positions for rope in ropes if rope.scaling == "longrope"}) > 1:
+        raise config.error(
+            "rope_parameters", "two longrope scalings that change at different lengths are not supported"
+        )
+    return ropes

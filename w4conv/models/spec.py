@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from w4conv.models.rope import RopeSpec
+from w4conv.models.rope import RopeSpec, RopeTable
 
 Role = Literal["embedding", "head", "linear", "router", "norm", "bias"]
 
@@ -159,8 +159,25 @@ class ModelSpec:
         """Whether the layer's feed-forward part is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """`rope`, and `local_rope` where there is one."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    @property
+    def long_after(self) -> int | None:
+        """Positions beyond which a sequence takes the second set of `rope_tables`; None where there is none."""
+        return next((rope.original_max_positions for rope in self.ropes if rope.scaling == "longrope"), None)
+
+    def rope_tables(self, n_positions: int) -> list[tuple[RopeSpec, RopeTable]]:
+        """A set of tables, one for each of `ropes`, for sequences of at most n_positions; behind it, where one is a
+        "longrope", the set for long ones. A rope that does not change has the same table in both."""
+        tables = [(rope, rope.tables(self.head_dim, n_positions)) for rope in self.ropes]
+        n_sets = max(len(own) for _, own in tables)
+        return [(rope, own[min(i, len(own) - 1)]) for i in range(n_sets) for rope, own in tables]
+
     def rope_index(self, layer: int) -> int:
-        """0 for `rope`, 1 for `local_rope`, -1 for none."""
+        """Of `ropes`; -1 for none."""
         if layer in self.no_rope:
             return -1
         return int(self.local_rope is not None and self.window(layer) > 0)

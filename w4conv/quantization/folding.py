@@ -120,7 +120,7 @@ class FoldedSource(Source):
         exponents = {t.name: folding.of(t) for t in folding.spec.tensors()}
         self._scaled = {name: e for name, e in exponents.items() if any(x is not None for x in e)}
         self.kind, self.path, self.files, self.blobs = source.kind, source.path, source.files, source.blobs
-        self.notes, self.gptq_zero15 = source.notes, source.gptq_zero15
+        self.notes, self.warnings, self.gptq_zero15 = source.notes, source.warnings, source.gptq_zero15
         self.tensors = {name: self._described(t) for name, t in source.tensors.items()}
 
     def _described(self, t: SourceTensor) -> SourceTensor:

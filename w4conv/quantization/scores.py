@@ -23,7 +23,7 @@ class Turns:
 
     def __init__(self, spec: ModelSpec, layer: int, n_tokens: int) -> None:
         index, d = spec.rope_index(layer), spec.head_dim
-        rope = (spec.rope, spec.local_rope)[index] if index >= 0 else None
+        rope = spec.ropes[index] if index >= 0 else None
         n = 0 if rope is None else rope.rotary_dim(d)
         frequencies = np.zeros(d // 2)
         if rope is not None:

@@ -19,7 +19,6 @@ from w4conv.arguments import count, optional_count
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import spec_of
-from w4conv.models.rope import RopeSpec, RopeTable
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.generic import refuse_to_run
 from w4conv.scheme import TILE_ROWS, QuantScheme
@@ -48,7 +47,7 @@ class _Engine:
     def __init__(self, spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> None:
         self.native = _new_native(spec, layers, threads=threads, activations=activations)
         self._head_dim, self._lock = spec.head_dim, threading.Lock()
-        self._growing = [(i, rope) for i, (rope, _) in enumerate(_tables(spec)) if rope.scaling == "dynamic"]
+        self._growing = [(i, rope) for i, (rope, _) in enumerate(spec.rope_tables(1)) if rope.scaling == "dynamic"]
         self._reach = [rope.original_max_positions for _, rope in self._growing]
 
     def reach(self, n_positions: int) -> None:
@@ -61,12 +60,6 @@ class _Engine:
                     start, stop = self._reach[k] + 1, self._reach[k] + _ROPE_STEP + 1
                     self.native.extend_rope(i, rope.rows(self._head_dim, start, stop))
                     self._reach[k] = stop - 1
-
-
-def _tables(spec: ModelSpec) -> list[tuple[RopeSpec, RopeTable]]:
-    """Each rope and a table of it, in the engine's order; of those that grow, for the original positions."""
-    ropes = (rope for rope in (spec.rope, spec.local_rope) if rope is not None)
-    return [(rope, table) for rope in ropes for table in rope.tables(spec.head_dim, 1)]
 
 
 def _new_native(spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> _native.Model:
@@ -83,7 +76,7 @@ def _new_native(spec: ModelSpec, layers: Sequence[int], *, threads: int | None, 
     c.set_activation(spec.activation)
     if spec.experts is not None:
         c.n_experts_per_token, c.renormalized = spec.experts.n_per_token, spec.experts.renormalized
-    for _, table in _tables(spec):
+    for _, table in spec.rope_tables(1):
         c.add_rope(*table)
     for layer in layers:
         c.add_layer(spec.rope_index(layer), spec.window(layer))
@@ -305,8 +298,8 @@ class Session:
     def __init__(self, model: Model) -> None:
         self._model, self._window = model, model.kv_window
         self._session = model.engine().native.session(model.ctx, model.kv, model.kv_window)
-        rope, self._vocab_size = model.spec.rope, model.spec.vocab_size
-        self._short = rope.original_max_positions if rope.scaling == "longrope" else None
+        self._vocab_size = model.spec.vocab_size
+        self._short, self._n_ropes = model.spec.long_after, len(model.spec.ropes)
         self._ids = array("i")
         self._n_since = 0  # tokens that ran since the pages of the embedding were released
         self._lock, self._process = threading.Lock(), os.getpid()
@@ -360,7 +353,7 @@ class Session:
             self._run(tokens[:n_short], out[:n_short])
         if n_short < tokens.size:
             if self._session.rope_offset == 0:
-                self._restart(before + n_short, rope_offset=1)
+                self._restart(before + n_short, rope_offset=self._n_ropes)
             self._run(tokens[n_short:], out[n_short:] if all_logits else out)
         return out
 
@@ -470,8 +463,8 @@ class LayerModel:
         until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
         session = self._native.session(n, self._kv)
         self._engine.reach(n)
-        rope = spec.rope
-        session.rope_offset = int(rope.scaling == "longrope" and n > rope.original_max_positions)
+        if spec.long_after is not None and n > spec.long_after:
+            session.rope_offset = len(spec.ropes)
         for start in range(0, n, _native.MAX_TOKENS):
             piece = slice(start, min(start + _native.MAX_TOKENS, n))
             self._native.run_layer(

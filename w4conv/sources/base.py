@@ -95,6 +95,7 @@ class Source(ABC):
         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.tool_use.jinja" where
         they exist.
     notes: one sentence each, of what the user should know (files left aside, parts rebuilt, tensors ignored).
+    warnings: those of the notes that say where a declaration and a value contradict each other.
     gptq_zero15: how a stored zero point of 15 was read, where the user had to say it.
     """
 
@@ -104,6 +105,7 @@ class Source(ABC):
     tensors: Mapping[str, SourceTensor]
     blobs: Mapping[str, bytes]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     gptq_zero15: int | None = None
 
     @abstractmethod
@@ -126,6 +128,10 @@ class Source(ABC):
         row_nbytes = max(n_columns * VALUE_DTYPES[stored.dtype.lower()].itemsize, 1)
         step = max(BLOCK_NBYTES // row_nbytes // TILE_ROWS, 1) * TILE_ROWS
         return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a tensor another name."""
+        raise NotImplementedError(f"{self.kind}: tensors keep their names")
 
     @abstractmethod
     def close(self) -> None:

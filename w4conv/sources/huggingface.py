@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,15 @@ SIDECARS: Final = (
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 QUANTIZATION_KEYS: Final = ("quantization_config", "quantization", "compression_config")
+QUANTIZE_CONFIG: Final = "quantize_config.json"  # of AutoGPTQ, 2023
+# Before every name: what compiles, distributes or adapts a model.
+WRAPPERS: Final = ("module.", "_orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "_forward_module.")
+ADAPTER_PARTS: Final = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.", ".lora_magnitude_vector")
+BUFFER: Final = re.compile(
+    r"\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$|\.rotary_pos_emb\.inv_freq$"
+    r"|(^|\.)(self_attn|attn|attention)\.(masked_bias|bias|causal_mask|attention_mask|position_ids)$"
+    r"|(^|\.)(position_ids|causal_mask|cached_mask)$"
+)
 MAX_SHARDS: Final = 10_000
 # Endings of what other 4-bit and 8-bit formats store in place of a plain weight.
 PACKED_ENDINGS: Final = (
@@ -114,9 +125,46 @@ class HuggingFaceSource(Source):
             raise ValueError(f"{name} has no coding")
         return tensor.coded(slice(*row_range(rows, tensor.shape)))
 
+    def rename(self, old: str, new: str) -> None:
+        if old in self._packed:
+            self._packed = {new if name == old else name: tensor for name, tensor in self._packed.items()}
+        else:
+            self._entries[new] = self._entries.pop(old)
+        self.tensors = {
+            (new if name == old else name): replace(t, name=new) if name == old else t
+            for name, t in self.tensors.items()
+        }
+
     def close(self) -> None:
         for file in self._mapped:
             file.close()
+
+
+def open_as_stored(directory: Path) -> HuggingFaceSource:
+    """Every tensor of a directory as it is stored, to be described and not read: `tensors` has all dtypes. Raises
+    InputError."""
+    _check_is_model(directory)
+    blobs, files = read_sidecars(directory)
+    _, weight_map = (None, None) if (directory / SINGLE).exists() else _find_index(directory)
+    weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
+    found = _read_shards(directory, weights, weight_map)
+    config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
+    method: dict[str, Any] = next((config[key] for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), {})
+    source = HuggingFaceSource(
+        directory,
+        files=[*files, *(directory / name for name in weights)],
+        mapped={id(file): file for file, _ in found.values()}.values(),
+        entries=found,
+        blobs=blobs,
+        notes=[],
+        kind=str(method.get("quant_method", method.get("quant_algo", "safetensors")))[:40],
+    )
+    source.tensors = {name: replace(t, nbytes=found[name][1].nbytes) for name, t in source.tensors.items()}
+    settings = {key: value for key, value in method.items() if isinstance(value, str | int | float | bool)}
+    if settings:
+        said = ", ".join(f"{key} {str(value)[:40]}" for key, value in list(settings.items())[:12])
+        source.notes = (f"config.json says of the weights: {said}.",)
+    return source
 
 
 def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> HuggingFaceSource:
@@ -142,26 +190,55 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
     if others := [path.name for path in more if path.name != "tool_use.jinja"]:
         notes.append(f"Left aside, of additional_chat_templates: {_listed(others)}.")
 
-    index, weight_map = _find_index(directory)
+    warnings = []
+    index, weight_map = (None, None) if (directory / SINGLE).exists() else _find_index(directory)
     weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
     if index is not None:
         files.append(directory / index)
     files += [directory / name for name in weights]
-    if aside := _weight_files(directory) - set(weights):
-        named_by = f"{index} names" if index else f"{weights[0]} holds"
-        notes.append(f"Left aside, as {named_by} the weights: {_listed(aside)}.")
+    named_by = f"{index} names" if index else f"{weights[0]} holds"
+    aside = _weight_files(directory) - set(weights)
+    other_indexes = {path.name for path in directory.glob("*.safetensors.index.json")} - {index}
+    if other_indexes and aside:
+        warnings.append(
+            f"There is more than one set of weights. As in transformers, {named_by} the weights; left aside: "
+            f"{_listed(other_indexes)}; {_listed(aside)}."
+        )
+    elif aside or other_indexes:
+        notes.append(f"Left aside, as {named_by} the weights: {_listed(aside | other_indexes)}.")
 
     found = _read_shards(directory, weights, weight_map)
     mapped = {id(file): file for file, _ in found.values()}.values()
+    found = _without_wrappers(found, directory, notes)
     found = _language_part(found, notes)
+    found = _without_buffers(found, notes)
     kind = "safetensors"
     packed: dict[str, PackedTensor] = {}
-    if any(config.get(key) for key in QUANTIZATION_KEYS):
+    beside = directory / QUANTIZE_CONFIG
+    if not any(config.get(key) for key in QUANTIZATION_KEYS) and beside.exists():
+        own = parse_json_object(read_small(beside), str(beside))
+        config = {**config, "quantization_config": {"quant_method": "gptq"} | own}
+        files.append(beside)
+        notes.append(f"How the weights are quantized is read from {QUANTIZE_CONFIG}.")
+    method = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), None)
+    if (
+        method
+        and all(entry.dtype in VALUE_DTYPES for _, entry in found.values())
+        and not any(map(_looks_packed, found))
+    ):
+        name = method.get("quant_method", "") if isinstance(method, dict) else ""
+        warnings.append(
+            f"config.json says that weights are quantized ({str(name)[:40] or 'no method named'}), but every "
+            "tensor is plain: they are read as they are."
+        )
+        method = None
+    if method:
         from w4conv.sources.packed import RawTensors, find_packed  # loaded only where it is needed
 
         raw = RawTensors(directory, found)
         kind, packed = find_packed(config, raw, gptq_zero15=gptq_zero15)
         found = {name: place for name, place in found.items() if name not in raw.used}
+        warnings += raw.warnings
         if raw.activations:
             notes.append(f"Left out, as activations are not rounded to 8 bits here: {_listed(raw.activations)}.")
         if both := sorted(packed.keys() & found.keys()):
@@ -178,11 +255,12 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
         mapped=mapped,
         entries=entries,
         blobs=blobs,
-        notes=notes,
+        notes=[*notes, *warnings],
         packed=packed,
         kind=kind,
         transposed=transposed,
     )
+    source.warnings = tuple(warnings)
     source.gptq_zero15 = gptq_zero15 if kind in ("gptq", "auto-round") else None
     return source
 
@@ -352,13 +430,49 @@ def _read_shards(
 
 def _refuse_packed(found: dict[str, tuple[MappedFile, Entry]], directory: Path) -> None:
     for name, (file, entry) in found.items():
-        if name.endswith(PACKED_ENDINGS) or "quant_state" in name:
+        if _looks_packed(name):
             raise InputError(
                 f"{directory}: {name} belongs to a quantized checkpoint, but config.json says nothing of it, or not of "
                 "this tensor. Without it, what the bytes mean would be a guess"
             )
         if name.endswith((".weight", ".bias")) and entry.dtype not in VALUE_DTYPES:
             raise InputError(f"{file.path}: {name}: stored as {entry.dtype}; only F16, BF16 and F32 are supported")
+
+
+def _looks_packed(name: str) -> bool:
+    return name.endswith(PACKED_ENDINGS) or "quant_state" in name
+
+
+def _without_wrappers(
+    found: dict[str, tuple[MappedFile, Entry]], directory: Path, notes: list[str]
+) -> dict[str, tuple[MappedFile, Entry]]:
+    """Names as the model alone has them, where wrappers of training stand before all of them, or a bare backbone has
+    no `model.`. Raises InputError for adapters that are not merged."""
+    if adapters := [name for name in found if any(part in f".{name}" for part in ADAPTER_PARTS)]:
+        raise InputError(
+            f"{directory}: {adapters[0]} and {len(adapters) - 1} more tensors belong to an adapter (LoRA) that is not "
+            "merged. Merge it into its base model (in peft: model.merge_and_unload()) and convert the result"
+        )
+    taken = ""
+    while prefix := next((p for p in WRAPPERS if found and all(name.startswith(p) for name in found)), ""):
+        found = {name.removeprefix(prefix): place for name, place in found.items()}
+        taken += prefix
+    if taken:
+        notes.append(f"Names are read without {taken}, which stands before all of them.")
+    if "embed_tokens.weight" in found and not any(name.startswith("model.") for name in found):
+        found = {(n if n.startswith("lm_head.") else f"model.{n}"): place for n, place in found.items()}
+        notes.append("Names are read with model., which a bare backbone does not have.")
+    return found
+
+
+def _without_buffers(
+    found: dict[str, tuple[MappedFile, Entry]], notes: list[str]
+) -> dict[str, tuple[MappedFile, Entry]]:
+    """Without what follows from the config and old checkpoints carry nevertheless."""
+    left = {name for name in found if BUFFER.search(name)}
+    if left:
+        notes.append(f"Left out, as they follow from the config: {_listed(left)}.")
+    return {name: place for name, place in found.items() if name not in left}
 
 
 def _listed(names: Iterable[str]) -> str:

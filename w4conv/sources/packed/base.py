@@ -24,7 +24,8 @@ F32Array = npt.NDArray[np.float32]
 _NUMPY: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
-    "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
+    "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E8M0": np.dtype("u1"),
+    "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
 }  # fmt: skip
 FLOATS: Final = ("F16", "BF16", "F32")
 
@@ -53,7 +54,13 @@ class RawTensors:
         self.directory = directory
         self.used: set[str] = set()
         self.activations: set[str] = set()
+        self.warnings: list[str] = []
         self._found = found
+
+    def spellings(self, module: str) -> tuple[str, ...]:
+        """Names that a module of the language part may have in the config of a multimodal checkpoint, its own first."""
+        inner = module.removeprefix("model.")
+        return module, f"language_model.{module}", f"model.language_model.{inner}", f"language_model.{inner}", inner
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
@@ -114,6 +121,11 @@ class RawTensors:
     def floats(self, name: str) -> F32Array:
         """F16, BF16 or F32 as float32, exactly."""
         values = self.read(name)
+        if self.entry(name).dtype == "F8_E8M0":
+            exponents = values.astype(np.int32)
+            if (exponents == 255).any():
+                raise self.error(f"{name} holds 255, which is no exponent but NaN")
+            return np.ldexp(np.float64(1), exponents - 127).astype(np.float32)
         if self.entry(name).dtype == "BF16":
             return codes.bf16_to_f32(values.astype(np.uint16))
         return values.astype(np.float32)

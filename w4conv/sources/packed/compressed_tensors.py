@@ -44,8 +44,17 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
         if raw.entry(name).dtype == "I8":
             out[name] = _int8(module, raw, sizes)
         else:
-            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=None)
+            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=_block(weights))
     return out
+
+
+def _block(weights: list[Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, where the strategy is block."""
+    for own in weights:
+        block = own.get("block_structure") if isinstance(own, dict) and own.get("strategy") == "block" else None
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= 1 << 20 for n in block):
+            return block[0], block[1]
+    return None
 
 
 def _packed(module: str, raw: RawTensors, sizes: set[int]) -> PackedTensor:
@@ -60,8 +69,14 @@ def _packed(module: str, raw: RawTensors, sizes: set[int]) -> PackedTensor:
     zero_name, order_name = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
     zeros = None
     if zero_name in raw and bits == 4:
-        raw.use(zero_name, ("I32",), (-(-n_rows // 8), n_groups))
-        zeros = np.ascontiguousarray(fields(raw.read(zero_name).T, 4).T[:n_rows])
+        if raw.entry(zero_name).dtype == "I8":  # one for the tensor, not packed
+            raw.use(zero_name, ("I8",), (1,))
+            zeros = np.full((n_rows, n_groups), int(raw.read(zero_name)[0]) + 8, np.uint8)
+            if not 0 <= int(raw.read(zero_name)[0]) + 8 < 16:
+                raise raw.error(f"{zero_name} is {int(raw.read(zero_name)[0])}, expected -8 to 7")
+        else:
+            raw.use(zero_name, ("I32",), (-(-n_rows // 8), n_groups))
+            zeros = np.ascontiguousarray(fields(raw.read(zero_name).T, 4).T[:n_rows])
         zeros = None if (zeros == 8).all() else zeros
     elif zero_name in raw:
         raise raw.error(f"{zero_name}: 8-bit weights with zero points are not supported")

@@ -37,6 +37,8 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
     if (layout := settings.get("fmt", "e4m3")) != "e4m3":
         raise raw.error(f"FP8 fmt {str(layout)[:20]!r} is not supported; e4m3 is")
     block = settings.get("weight_block_size")
+    if block is None and "weight_block_size" in settings:
+        block = [1 << 20, 1 << 20]
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= 1 << 20 for n in block):
         raise raw.error(f"quantization_config: weight_block_size is {str(block)[:40]}, expected two integers")
     raw.leave_activations()
@@ -49,7 +51,9 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
 def tensor(name: str, scale_name: str, raw: RawTensors, *, block: tuple[int, int] | None) -> PackedTensor:
     """block: rows and columns that share a scale; None for one scale a tensor or a row."""
     n_rows, n_columns = raw.use_matrix(name, ("F8_E4M3",))
-    shape = raw.use(scale_name, FLOATS)
+    shape = raw.use(scale_name, (*FLOATS, "F8_E8M0"))
+    if block is not None and math.prod(shape) == 1:
+        block = None
     if block is None:
         if shape not in ((), (1,), (1, 1), (n_rows,), (n_rows, 1)):
             raise raw.error(f"{scale_name} has shape {shape}, expected one scale, or one for each of {n_rows} rows")

@@ -13,31 +13,79 @@ whether g_idx puts columns into another order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
 
+MAX_PATTERN: Final = 500
+
 
 def find(settings: Mapping[str, Any], raw: RawTensors, *, zero15: int | None = None) -> dict[str, PackedTensor]:
     """zero15: what a stored zero point of 15 means in "gptq", 16 or 0; None refuses it."""
-    bits = integer(settings, "bits", raw)
-    if bits not in (4, 8):
-        raise raw.error(f"GPTQ with {bits} bits is not supported; 4 and 8 are")
     layout = settings.get("checkpoint_format", settings.get("format", "gptq"))
     if layout not in ("gptq", "gptq_v2"):
         raise raw.error(f"GPTQ checkpoint_format {str(layout)[:40]!r} is not supported; gptq and gptq_v2 are")
-    group_size = integer(settings, "group_size", raw)
-    return {
-        f"{module}.weight": _tensor(module, raw, bits, group_size, v2=layout == "gptq_v2", zero15=zero15)
-        for module in raw.modules(".qweight")
-    }
+    out, asymmetric, reordered = {}, [], []
+    for module in raw.modules(".qweight"):
+        own = _override(settings, module, raw)
+        found = Choice(
+            integer(own, "bits", raw), integer(own, "group_size", raw), own.get("sym", True), own.get("desc_act", False)
+        )
+        if found.bits not in (4, 8):
+            raise raw.error(f"{module}: GPTQ with {found.bits} bits is not supported; 4 and 8 are")
+        tensor = _tensor(module, raw, found, v2=layout == "gptq_v2", zero15=zero15)
+        if found.sym is True and "sym" in own and tensor.coding is not None and tensor.coding.kind == "int4z":
+            asymmetric.append(module)
+        if found.desc_act is False and tensor.stored_as.endswith("_reordered"):
+            reordered.append(module)
+        out[f"{module}.weight"] = tensor
+    if asymmetric:
+        raw.warnings.append(
+            f"quantization_config says sym, but zero points are stored ({len(asymmetric)} matrices, {asymmetric[0]}): "
+            "the stored ones count."
+        )
+    if reordered:
+        raw.warnings.append(
+            f"quantization_config says desc_act false, but g_idx orders columns ({len(reordered)} matrices, "
+            f"{reordered[0]}): the stored order counts."
+        )
+    return out
 
 
-def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: bool, zero15: int | None) -> PackedTensor:
+class Choice(NamedTuple):
+    """How one matrix is quantized."""
+
+    bits: int
+    group_size: int
+    sym: object
+    desc_act: object
+
+
+def _override(settings: Mapping[str, Any], module: str, raw: RawTensors) -> Mapping[str, Any]:
+    """The settings with what GPTQModel's `dynamic` says of a module: the first pattern that matches its beginning
+    counts; "-:" before one means not quantized."""
+    dynamic = settings.get("dynamic")
+    for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
+        skips = pattern.startswith("-:")
+        try:
+            matches = len(pattern) <= MAX_PATTERN and re.match(pattern.removeprefix("-:").removeprefix("+:"), module)
+        except re.error as error:
+            raise raw.error(f"quantization_config: dynamic: {pattern[:40]!r} is no regular expression") from error
+        if not matches:
+            continue
+        if skips:
+            raise raw.error(f"{module} is stored as GPTQ, but dynamic ({pattern[:40]!r}) says that it is not")
+        return {**settings, **own} if isinstance(own, dict) else settings
+    return settings
+
+
+def _tensor(module: str, raw: RawTensors, choice: Choice, *, v2: bool, zero15: int | None) -> PackedTensor:
+    bits, group_size = choice.bits, choice.group_size
     per_word = 32 // bits
     n_words, n_rows = raw.use_matrix(f"{module}.qweight", ("I32",))
     n_columns = n_words * per_word
@@ -50,7 +98,20 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int, *, v2: boo
     zeros = _zero_points(module, raw, bits, v2=v2, zero15=zero15)
     middle = 1 << (bits - 1)
     symmetric = bool((zeros == middle).all())
-    order = _order(module, raw, n_columns, n_groups)
+    shifted = middle - 1 if v2 else middle + 1
+    if choice.sym is True and (zeros == shifted).all():
+        stored, here, there = (shifted, "gptq_v2", "gptq") if v2 else (middle, "gptq", "gptq_v2")
+        raise raw.error(
+            f"{module}.qzeros holds {stored} throughout, which in checkpoint_format {here} means {shifted}, "
+            f"but sym says {middle}: every weight would be off by a scale. Correct config.json: checkpoint_format "
+            f"{there}, or sym false if the zero points are meant so"
+        )
+    if choice.desc_act is True and f"{module}.g_idx" not in raw:
+        raise raw.error(
+            f"{module}.g_idx is missing, but desc_act says that columns were ordered: without it they would be taken "
+            "in a wrong order. Fetch the checkpoint again, or correct config.json: desc_act false"
+        )
+    order = _order(module, raw, n_columns, n_groups, size)
     trivial = order is None or np.array_equal(order, np.arange(n_columns) // size)
 
     def unsigned(rows: slice) -> npt.NDArray[np.uint8]:
@@ -104,7 +165,7 @@ def _zero_points(module: str, raw: RawTensors, bits: int, *, v2: bool, zero15: i
     return zeros
 
 
-def _order(module: str, raw: RawTensors, n_columns: int, n_groups: int) -> npt.NDArray[np.int64] | None:
+def _order(module: str, raw: RawTensors, n_columns: int, n_groups: int, size: int) -> npt.NDArray[np.int64] | None:
     name = f"{module}.g_idx"
     if name not in raw:
         return None
@@ -112,4 +173,6 @@ def _order(module: str, raw: RawTensors, n_columns: int, n_groups: int) -> npt.N
     order = raw.read(name).astype(np.int64)
     if order.min() < 0 or order.max() >= n_groups:
         raise raw.error(f"{name} names a group outside of 0 to {n_groups - 1}")
+    if (np.bincount(order, minlength=n_groups) > size).any():
+        raise raw.error(f"{name} gives a group more columns than the {size} that group_size says")
     return order

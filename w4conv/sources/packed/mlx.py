@@ -36,7 +36,9 @@ from w4conv.sources.packed.base import (
 def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
     out = {}
     for module in raw.modules(".scales"):
-        own = settings.get(module)
+        own = next((settings[name] for name in raw.spellings(module) if name in settings), None)
+        if own is False:
+            raise raw.error(f"{module} is stored quantized, but config.json says that it is not")
         choice = own if isinstance(own, dict) else settings
         mode = choice.get("mode", "affine")
         bits, group_size = integer(choice, "bits", raw), integer(choice, "group_size", raw)
