@@ -90,7 +90,7 @@ def test_typing_errors(w4: Runner) -> None:
         ("w4conv ver", {"verify"}),
         ("w4conv quantize in out --scheme w", {"w4a16", "w8a16"}),
         ("w4conv verify o --convention ", {"llama.cpp", "gptq"}),
-        ("w4conv run o --ch", {"--chat"}),
+        ("w4conv run o --ch", {"--chat", "--chat-template"}),
     ],
 )
 def test_shell_completion(w4: Runner, words: str, expected: set[str]) -> None:

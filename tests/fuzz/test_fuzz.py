@@ -19,7 +19,7 @@ N = {
     "shard-index": 600,
     "gguf": 400,
     "config": 600,
-    "blobs": 150,
+    "blobs": 100,
     "tokenizer": 400,
     "tokenizer.model": 400,
 }

@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -100,13 +100,13 @@ class PackageTokenizer:
             ids: list[int] = package.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
+    def encode_masked(self, text: str, masks: Mapping[str, str], special: Collection[str]) -> list[int]:
         """Ids of a text in which the characters of `masks` stand for what is text, though it spells special tokens.
 
         The special tokens that the text spells itself get names of their own, which are found where none are special.
         """
         added = self.added
-        names = {t.content: chr(ALIASES + i) for i, t in enumerate(t for t in added.values() if t.special)}
+        names = {text: chr(ALIASES + i) for i, text in enumerate(sorted(special))}
         longest_first = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
         text = re.sub("|".join(map(re.escape, longest_first)), lambda m: names.get(m[0], m[0]), text)
         text = "".join(masks.get(c, c) for c in text)

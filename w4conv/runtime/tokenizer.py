@@ -56,10 +56,12 @@ class Tokenizer:
         self._settings = json_object(blobs, "tokenizer_config.json")
         self._map = json_object(blobs, "special_tokens_map.json")
         self.longest_token = MAX_PIECE_NBYTES // self._tokenizer.decoding_growth // 4
+        special = {t.content for t in self._tokenizer.added.values() if t.special}
         self._settings_where = place(blobs, "tokenizer_config.json")
         self._add_tokens(self._settings_where)
-        self._special_ids = {i for i, t in self._tokenizer.added.items() if t.special}
-        self._special_texts = {t.content for t in self._tokenizer.added.values() if t.special}
+        # To the package, what once was special stays so.
+        self._special_texts = special | {t.content for t in self._tokenizer.added.values() if t.special}
+        self._special_ids = {i for i, t in self._tokenizer.added.items() if t.content in self._special_texts}
         self.n_tokens = self._tokenizer.n_tokens
         self.bos_id = self._named_id("bos")
         self.adds_bos = self._adds_bos()
@@ -84,7 +86,7 @@ class Tokenizer:
 
     def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
         """Ids of a text, without a BOS. masks: characters for what is text though it spells special tokens."""
-        return self._tokenizer.encode_masked(text, masks)
+        return self._tokenizer.encode_masked(text, masks, self._special_texts)
 
     def special_ids(self, ids: Iterable[int]) -> list[int]:
         """Those of them that are special tokens."""
