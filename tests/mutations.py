@@ -180,6 +180,7 @@ def _has(holder: Any, key: Any) -> bool:
 def random_value(rng: random.Random) -> Any:
     makers: tuple[Callable[[], Any], ...] = (
         lambda: rng.choice(INTEGERS), lambda: -rng.choice(INTEGERS), lambda: rng.choice(STRINGS), lambda: True,
+        lambda: False,
         lambda: None, list, dict, lambda: [rng.choice(INTEGERS) for _ in range(rng.randrange(10))], lambda: 0.5,
     )  # fmt: skip
     return rng.choice(makers)()

@@ -416,7 +416,7 @@ static int w4__capped(const uint8_t *text, uint64_t nbytes) { /* 3.2, whatever t
         if (c == '"' && !escaped) in_string = !in_string;
         if (!in_string) depth += opens - (c == ']' || c == '}');
         if (marks > (uint32_t)1 << 22 || depth > W4__MAX_DEPTH) return 0;
-        escaped = in_string && c == '\\' && !escaped;
+        escaped = c == '\\' && !escaped;
     }
     return 1;
 }

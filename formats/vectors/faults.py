@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from writer import FLOATS, FP4, NF4, File, Index, Tensor, make, provenance, put_together, spell, tensor
+from writer import FLOATS, FP4, NF4, File, Index, Tensor, count_marks, make, provenance, put_together, spell, tensor
 
 Change = Callable[[Index], object]
 BLOBS = {"config.json": b"{}", "b": b"bb"}
@@ -46,11 +46,6 @@ def drop(*path: str | int) -> Change:
         del at[path[-1]]
 
     return change
-
-
-def count_marks(text: bytes) -> int:
-    """w4-container 3.2"""
-    return sum(text.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def header_faults() -> Iterator[Fault]:
@@ -148,6 +143,8 @@ def text_faults() -> Iterator[Fault]:
         yield inside(f"{name}-in-a-string", "3.2/1", b'"' + mark * (2**22 + 1 - count_marks(sound) - 1) + b'"')
     yield inside("marks-of-all-kinds", "3.2/1", b"[" + b"[],{}," * (2**20) + b"1]")
     yield text("depth-65-of-no-json", "3.2/2", b"]" + b"[" * 66 + b"\xff", also="3.1/1")
+    yield text("depth-65-after-an-escaped-quote", "3.2/2", b'\\"' + b"[" * 65, also="3.1/1")
+    yield text("depth-64-in-half-a-string", "3.1/1", b"[" * 64 + b'\\\\"' + b"[" * 65)
     yield inside("depth-65-after-a-null", "3.2/2", b"[null," + b"[" * 62 + b"]" * 63, also="3.1/9")
     yield inside("depth-65", "3.2/2", b"[" * 63 + b"]" * 63)
     yield inside("depth-2000", "3.2/2", b'{"":' * 1999 + b"{}" + b"}" * 1999)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import vectors
 from blake3 import blake3
-from c_reader import COMPILERS, ROOT, Verdict, compile_c, verdicts
+from c_reader import COMPILERS, ROOT, WARNINGS, Verdict, compile_c, verdicts
 from mutations import mutate
 from w4files import open_bytes, small_file
 
@@ -87,6 +87,18 @@ def test_random_truncations(driver: Path) -> None:
     raw = small_file()[0]
     lengths = [*range(0, 300), *range(4000, len(raw))]
     assert all(v.opened for v in verdicts(driver, [raw[:n] for n in lengths]))
+
+
+@pytest.mark.parametrize("standard", ["c99", "c11", "c17", "gnu99", "c++11", "c++17", "c++20"])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_no_standard_of_c_or_cpp_warns(compiler: str, standard: str, tmp_path: Path) -> None:
+    source = tmp_path / "reader.c"
+    source.write_text('#define W4_IMPLEMENTATION\n#include "w4_reader.h"\n')
+    language = ["-x", "c++" if "++" in standard else "c", f"-std={standard}"]
+    flags = [*WARNINGS[1:], "-Wsign-conversion", "-Wcast-qual", "-Wdouble-promotion", "-Wno-unused-function"]
+    command = [compiler, *language, *flags, "-fsyntax-only", "-I", str(ROOT / "formats/c"), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -102,6 +102,11 @@ def test_the_codebooks_of_the_text_are_those_of_the_code(kind: str) -> None:
     assert np.array([int(w, 16) for w in words], np.uint32).tobytes() == codes.CODEBOOKS[kind].tobytes()
 
 
+def test_the_digests_of_the_text() -> None:
+    given = (b"", b"abc", bytes(i % 251 for i in range(1025)))
+    assert fenced(CONTAINER_TEXT, "digests").split() == [blake3(data).hexdigest() for data in given]
+
+
 def test_every_clause_that_an_error_names_exists() -> None:
     cited = set()
     for file in (FORMATS.parent / "w4conv" / "container").glob("*.py"):
@@ -157,6 +162,14 @@ def test_the_schema_accepts_what_is_valid(example: bytes) -> None:
         (("tensors", 0, "extra"), 1),
         (("tensors", 1, "group_size"), 32),
         (("tensors", 1, "source_dtype"), "F 32"),
+        (("blobs", 0, "offset"), False),
+        (("blobs", 0, "nbytes"), True),
+        (("provenance", "source", "files", 0, "nbytes"), False),
+        (("provenance", "source", "files", 0, "digest"), ""),
+        (("tensors", 0, "group_size"), False),
+        (("tensors", 0, "shape", 0), True),
+        (("tensors", 0, "parts", 0, "offset"), False),
+        (("tensors", 0, "parts", 0, "nbytes"), "0"),
         (("tensors", 1, "parts", 0, "kind"), "code"),
     ],
     ids=str,

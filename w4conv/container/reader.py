@@ -54,7 +54,7 @@ def read_header(stream: BinaryIO, *, where: str = "standard input") -> Container
         gap, data = _read(stream, part.offset - position), _read(stream, part.nbytes)
         if any(gap):
             raise FormatError(f"{where}: the bytes before blob {name!r} are not zero", clause=gap_clause)
-        if len(data) < part.nbytes:
+        if position + len(gap) + len(data) < part.end:
             raise FormatError(f"{where}: ends inside blob {name!r}. Fetch it again", clause="2.5")
         blobs[name] = data
         position, gap_clause = part.end, "4.3"
@@ -104,12 +104,16 @@ def open_container(path: str | os.PathLike[str]) -> Container:
         with path.open("rb") as file:
             head = validate.header(file.read(HEADER_NBYTES), where=str(path))
             _check_size(str(path), os.fstat(file.fileno()).st_size, head)
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                mapping = mmap.mmap(file.fileno(), head.file_nbytes, access=mmap.ACCESS_READ)
+            except ValueError:  # no longer as large
+                _check_size(str(path), os.fstat(file.fileno()).st_size, head)
+                raise
+            return Container(path, np.frombuffer(mapping, np.uint8), head, mapping, file)
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, expected a .w4 file") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
-    return Container(path, np.frombuffer(mapping, np.uint8), head, mapping)
 
 
 def open_stream(stream: BinaryIO, *, name: str = "standard input") -> Container:
@@ -161,13 +165,23 @@ class Container:
     and raises InputError then; a view that was handed out before knows nothing of it.
     """
 
-    def __init__(self, path: Path, mapped: Bytes, head: Header, mapping: mmap.mmap | None = None) -> None:
-        where = str(path)
-        index = validate.index(mapped[HEADER_NBYTES : HEADER_NBYTES + head.index_nbytes].tobytes(), head, where=where)
-        if mapped[HEADER_NBYTES + head.index_nbytes : head.data_offset].any():
+    def __init__(
+        self, path: Path, mapped: Bytes, head: Header, mapping: mmap.mmap | None = None, file: BinaryIO | None = None
+    ) -> None:
+        """file: where to read what is checked now, for a file may be shortened meanwhile, and a lost page kills."""
+
+        def read(start: int, end: int) -> bytes:
+            raw = mapped[start:end].tobytes() if file is None else os.pread(file.fileno(), end - start, start)
+            if len(raw) < end - start:
+                raise FormatError(f"{path}: was shortened while it was opened. Fetch or convert it again", clause="2.5")
+            return raw
+
+        text_end = HEADER_NBYTES + head.index_nbytes
+        index = validate.index(read(HEADER_NBYTES, text_end), head, where=str(path))
+        if any(read(text_end, head.data_offset)):
             raise FormatError(f"{path}: the bytes between index and data are not zero", clause="4.1")
-        trailer = mapped[head.data_end :].tobytes()
-        header_digest = mapped[HEADER_NBYTES - DIGEST_NBYTES : HEADER_NBYTES].tobytes()
+        trailer = read(head.data_end, head.file_nbytes)
+        header_digest = read(HEADER_NBYTES - DIGEST_NBYTES, HEADER_NBYTES)
         if digest(header_digest + trailer[:-DIGEST_NBYTES]) != trailer[-DIGEST_NBYTES:]:
             raise FormatError(f"{path}: the trailer does not match its digest; fetch or convert it again", clause="5.3")
         digests = [trailer[i : i + DIGEST_NBYTES] for i in range(0, len(trailer), DIGEST_NBYTES)]

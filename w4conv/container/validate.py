@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -20,8 +19,7 @@ from w4conv.container.layout import Header, Part, TensorInfo
 from w4conv.errors import FormatError, UsageError
 from w4conv.scheme import QuantScheme
 
-_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or the beginning of one
-_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_BLOCK: Final = 1 << 18  # bytes looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +120,16 @@ class _IndexWalk:
         except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             self._fail("3.1", f"the index is not JSON in UTF-8: {error}")
         try:
-            canonical = layout.encode_index(parsed) == raw and _is_plain(parsed)
-        except ValueError:  # a lone surrogate or NaN
-            canonical = False
-        if not canonical:
-            self._fail("3.1", "the index is not canonical: keys sorted and unique, no white space, no floats, no null")
+            canonical = layout.encode_index(parsed)
+        except ValueError as error:
+            self._fail("3.1", f"the index holds a lone surrogate or a number that is not finite: {error}")
+        if canonical != raw:
+            at = next((i for i, (a, b) in enumerate(zip(raw, canonical, strict=False)) if a != b), len(canonical))
+            found, expected = _short(raw[at : at + 20]), _short(canonical[at : at + 20])
+            self._fail("3.1", f"the index is not canonical from its byte {at} on: {found}, expected {expected}")
+        if (place := _not_plain(parsed)) is not None:
+            found = "null, a fraction, or an integer beyond 2^53 - 1"
+            self._fail("3.1", f"the index holds {found} at {_short(place or '/')}")
         return parsed
 
     # What a JSON value has to be; `what` names it in the error.
@@ -152,9 +155,9 @@ class _IndexWalk:
             self._fail(clause, f"{what} is {_short(value)}, expected an integer from 0 to {at_most}")
         return value
 
-    def _name(self, value: object, sound: Callable[[str], bool], what: str, clause: str) -> str:
+    def _name(self, value: object, sound: Callable[[str], bool], rule: str, what: str, clause: str) -> str:
         if not isinstance(value, str) or not 0 < len(value.encode()) <= layout.MAX_NAME_NBYTES or not sound(value):
-            self._fail(clause, f"{what} is {_short(value)}, which is no sound name")
+            self._fail(clause, f"{what} is {_short(value)}, expected 1 to {layout.MAX_NAME_NBYTES} bytes {rule}")
         return value
 
     def _place(self, kind: str, entry: Mapping[str, Any], nbytes: int, what: str) -> Part:
@@ -177,7 +180,8 @@ class _IndexWalk:
         total = 0
         for i, entry in enumerate(self._array(value, layout.MAX_BLOBS, "blobs", "3.4")):
             keys = self._keys(entry, {"name", "nbytes", "offset"}, f"blob {i}", "3.4")
-            name = self._name(keys["name"], _is_file_name, f"the name of blob {i}", "3.4")
+            rule = "out of A-Z, a-z, 0-9, '.', '_' and '-', the first no '.'"
+            name = self._name(keys["name"], _is_file_name, rule, f"the name of blob {i}", "3.4")
             if name in blobs:
                 self._fail("3.4", f"two blobs are named {name!r}")
             nbytes = self._integer(keys["nbytes"], layout.MAX_BLOBS_NBYTES, f"blob {name!r}: nbytes", "3.4")
@@ -197,7 +201,8 @@ class _IndexWalk:
         for i, entry in enumerate(files):
             what = f"source file {i}"
             keys = self._keys(entry, {"name", "nbytes"}, what, "3.5")
-            self._name(keys["name"], lambda name: "/" not in name and _is_printable(name), f"the name of {what}", "3.5")
+            rule = "without '/' and control characters"
+            self._name(keys["name"], lambda n: "/" not in n and _is_printable(n), rule, f"the name of {what}", "3.5")
             self._integer(keys["nbytes"], layout.MAX_INTEGER, f"{what}: nbytes", "3.5")
         if len(files) != self._head.n_sources:
             self._fail("3.5", f"the provenance lists {len(files)} files, the header says {self._head.n_sources}")
@@ -208,7 +213,8 @@ class _IndexWalk:
         for i, entry in enumerate(self._array(value, layout.MAX_TENSORS, "tensors", "3.6")):
             if not isinstance(entry, dict):
                 self._fail("3.6", f"tensor {i} is not an object")
-            name = self._name(entry.get("name"), _is_printable, f"the name of tensor {i}", "3.6")
+            rule = "without control characters"
+            name = self._name(entry.get("name"), _is_printable, rule, f"the name of tensor {i}", "3.6")
             if name in tensors:
                 self._fail("3.6", f"two tensors are named {name!r}")
             tensors[name] = self._tensor(name, entry)
@@ -220,7 +226,8 @@ class _IndexWalk:
         self._keys(entry, base | layout.scheme_keys(coding).keys(), name, "3.6")
         source_dtype = entry["source_dtype"]
         if not (isinstance(source_dtype, str) and source_dtype.isascii() and _is_dtype_word(source_dtype)):
-            self._fail("3.6", f"{name}: source_dtype is {_short(source_dtype)}, which is no sound word")
+            found = _short(source_dtype)
+            self._fail("3.6", f"{name}: source_dtype is {found}, expected 1 to 32 of A-Z, a-z, 0-9 and '_'")
         shape = self._shape(name, entry["shape"])
         try:
             sizes = codes.part_sizes(coding, shape)
@@ -248,10 +255,12 @@ class _IndexWalk:
             return QuantScheme(kind)
         group_size, scale_dtype = entry.get("group_size"), entry.get("scale_dtype")
         if not isinstance(scale_dtype, str):
-            self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected a string")
-        size = self._integer(group_size, max(scheme.HELD_GROUP_SIZES), f"{name}: group_size", "3.7")
+            known = ", ".join(scheme.SCALE_DTYPES)
+            self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected one of {known}")
+        if not isinstance(group_size, int) or isinstance(group_size, bool):
+            self._fail("3.7", f"{name}: group_size is {_short(group_size)}, expected one of {scheme.HELD_GROUP_SIZES}")
         try:
-            coding = QuantScheme(kind, size, scale_dtype)
+            coding = QuantScheme(kind, group_size, scale_dtype)
         except UsageError as error:
             self._fail("3.7", f"{name}: {error}")
         if coding.minor > self._head.minor:
@@ -264,13 +273,19 @@ class _IndexWalk:
 
     def _shape(self, name: str, value: object) -> tuple[int, ...]:
         dims = self._array(value, layout.MAX_RANK, f"{name}: shape", "3.8")
-        shape = tuple(self._integer(dim, layout.MAX_DIM, f"{name}: a dimension", "3.8") for dim in dims)
+        shape = tuple(
+            self._integer(dim, layout.MAX_DIM, f"{name}: dimension {i} of its shape", "3.8")
+            for i, dim in enumerate(dims)
+        )
         if math.prod(max(dim, 1) for dim in shape) > layout.MAX_VALUES:
             self._fail("3.8", f"{name}: shape {shape} has more than {layout.MAX_VALUES} values")
         return shape
 
 
 def _short(value: object) -> str:
+    """A value of the index for an error, which holds no null: None stands for a key that there is not."""
+    if value is None or isinstance(value, bool):
+        return "missing" if value is None else json.dumps(value)
     text = repr(value) if not isinstance(value, (dict, list)) else f"of type {type(value).__name__}"
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -290,15 +305,23 @@ def _is_dtype_word(word: str) -> bool:
 
 def _depth(raw: bytes) -> int:
     """How deep the brackets outside of strings are nested, counted as w4-container 3.2 says; `raw` may be anything."""
-    bare = _STRING.sub(b"", raw).translate(None, _NO_BRACKETS)
-    steps = np.where(np.isin(np.frombuffer(bare, np.uint8), tuple(b"[{")), 1, -1)
-    return int(steps.cumsum().max(initial=0))
+    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote left begins or ends a string
+    depth = deepest = n_quotes = 0
+    for start in range(0, len(bare), _BLOCK):  # so that little memory is taken
+        block = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)
+        quotes = np.cumsum(block == ord('"')) + n_quotes
+        curly = block | 0x20  # [ and ] as { and }
+        steps = (curly == ord("{")).astype(np.int8) - (curly == ord("}"))
+        depths = depth + np.cumsum(np.where(quotes % 2 == 0, steps, 0))
+        depth, deepest, n_quotes = int(depths[-1]), max(deepest, int(depths.max())), int(quotes[-1])
+    return deepest
 
 
-def _is_plain(value: object) -> bool:
-    """Whether JSON holds nothing but objects, arrays, strings, booleans and integers that a float64 can hold."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, str) or (isinstance(value, int) and abs(value) <= layout.MAX_INTEGER)
+def _not_plain(value: object) -> str | None:
+    """Where JSON holds something besides objects, arrays, strings, booleans and integers that a float64 can hold."""
+    if isinstance(value, (dict, list)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            if (place := _not_plain(member)) is not None:
+                return f"/{key}{place}"
+        return None
+    return None if isinstance(value, str) or (isinstance(value, int) and abs(value) <= layout.MAX_INTEGER) else ""
