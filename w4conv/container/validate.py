@@ -255,7 +255,8 @@ class _IndexWalk:
             return QuantScheme(kind)
         group_size, scale_dtype = entry.get("group_size"), entry.get("scale_dtype")
         if not isinstance(scale_dtype, str):
-            self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected a string")
+            known = ", ".join(scheme.SCALE_DTYPES)
+            self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected one of {known}")
         if not isinstance(group_size, int) or isinstance(group_size, bool):
             self._fail("3.7", f"{name}: group_size is {_short(group_size)}, expected one of {scheme.HELD_GROUP_SIZES}")
         try:
