@@ -20,7 +20,7 @@ from w4conv.measure.exported import compare_export
 from w4conv.measure.layer_errors import LayerError, LayerErrors
 from w4conv.measure.layerwise import Observer, ScoredBlock, layered_nlls, scored_logits
 from w4conv.measure.perplexity import Estimate, F64Array, Increase, NotFiniteError, estimate, increase, token_nlls
-from w4conv.measure.round_trip import RoundTrip, check_fits, compare
+from w4conv.measure.round_trip import RoundTrip, check_fits, compare, named_alike
 from w4conv.measure.text_windows import cut_text, settle
 from w4conv.options import has_integers, refuse_idle
 from w4conv.progress import Progress, Silent
@@ -182,12 +182,12 @@ def _open_against(container: Container, against: str | os.PathLike[str]) -> Sour
     generic = provenance.get("architecture") == GENERIC
     source = open_source(Path(against), raw=generic, gptq_zero15=zero15 if zero15 in (0, 16) else None)
     head = provenance.get("head")
-    if not generic:
-        try:
+    try:
+        if not generic and named_alike(container, source):  # else it is told that they are two models
             settle_declarations(source, head if head in HEADS else None)
-        except BaseException:
-            source.close()
-            raise
+    except BaseException:
+        source.close()
+        raise
     return folded_as_recorded(source, provenance, container.blobs, container.path)
 
 

@@ -75,6 +75,10 @@ def test_compressed_tensors_own_compressor(tmp_path: Path, strategy: str, symmet
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
     found = values_of(write(tmp_path / "m", settings, encode))
     assert all(same(found[name], want[name]) for name in want)
+    if not symmetric:
+        group["weights"]["symmetric"] = True
+        with pytest.raises(InputError, match="has zero points, but config_groups say symmetric"):
+            open_source(write(tmp_path / "n", settings, encode))
 
 
 def test_compressed_tensors_in_blocks(tmp_path: Path) -> None:

@@ -64,11 +64,17 @@ class RoundTrip:
     notes: tuple[str, ...] = ()
 
 
+def named_alike(container: Container, source: Source) -> bool:
+    """Whether both name the same architecture, or one that computes alike."""
+    ours, theirs = _architecture(container.blobs), _architecture(source.blobs)
+    return ours == theirs or (source.kind, ours, theirs) in SAME_IN_GGUF
+
+
 def check_fits(container: Container, source: Source) -> None:
     """Raise InputError when `source` is not a checkpoint of the container's model, naming the first difference."""
     where = f"{source.path} is no source of {container.path}"
     ours, theirs = _architecture(container.blobs), _architecture(source.blobs)
-    if ours != theirs and (source.kind, ours, theirs) not in SAME_IN_GGUF:
+    if not named_alike(container, source):
         raise InputError(f"{where}: its architecture is {theirs}, the container's is {ours}. Name the right checkpoint")
     for name, info in container.tensors.items():
         found = source.tensors.get(name)

@@ -56,7 +56,7 @@ def find_packed(
             raise raw.error("config.json says that the weights are quantized, but not how: no quant_method")
         found, kind = mlx.find(settings, raw), "mlx"
     if not found:
-        raise InputError(f"{raw.directory}: config.json says {kind}, but no tensor is stored so. Fetch it again")
+        raise InputError(f"{raw.directory}: config.json says {kind}, but no tensor is stored so")
     return kind, {
         name: tensor if tensor.nbytes else replace(tensor, nbytes=raw.nbytes(name)) for name, tensor in found.items()
     }

@@ -36,6 +36,13 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
     sizes = {size for size in named if isinstance(size, int)}
     raw.leave_activations()
     out = {f"{module}.weight": _packed(module, raw, sizes) for module in raw.modules(".weight_packed")}
+    declared = {w.get("symmetric", True) for w in weights if isinstance(w, dict)}
+    for name, tensor in out.items():
+        if declared == {True} and tensor.coding is not None and tensor.coding.kind == "int4z":
+            raise raw.error(
+                f"{name.removesuffix('.weight')}.weight_zero_point has zero points, but config_groups say symmetric: "
+                "transformers would ignore them. Correct config.json: symmetric false, if the zero points are meant"
+            )
     for module in raw.modules(".weight_scale"):
         name = f"{module}.weight"
         if name in out or name not in raw:
