@@ -11,24 +11,40 @@ namespace w4conv {
 namespace {
 
 #if defined(W4CONV_TIER_AVX2)
-// Bit 4 of EAX of leaf 7, subleaf 1, which not every compiler's __builtin_cpu_supports knows. The registers are AVX2's.
-bool has_avxvnni() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & 0x10u) != 0;
-}
+// What the processor has, and the registers that the operating system saves. Read here, since __builtin_cpu_supports
+// answers no where the compiler's runtime library leaves it out.
+struct Cpu {
+  bool avx2 = false, avxvnni = false, avx512 = false, avx512vnni = false;
+
+  Cpu() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    const auto bit = [](unsigned word, int i) { return (word >> i & 1) != 0; };
+    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return;
+    const bool fma = bit(ecx, 12), xgetbv = bit(ecx, 27), avx = bit(ecx, 28), f16c = bit(ecx, 29);
+    if (!xgetbv || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return;
+    const unsigned saved = saved_registers();
+    const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xE6) == 0xE6;
+    avx2 = ymm && avx && fma && f16c && bit(ebx, 5);
+    avx512 = avx2 && zmm && bit(ebx, 16) && bit(ebx, 17) && bit(ebx, 30) && bit(ebx, 31);  // F, DQ, BW, VL
+    avx512vnni = avx512 && bit(ecx, 11);
+    avxvnni = avx2 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && bit(eax, 4);
+  }
+
+  static unsigned saved_registers() {
+    unsigned eax = 0, edx = 0;
+    asm volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    return eax;
+  }
+};
 #endif
 
-// __builtin_cpu_supports asks CPUID and, through XGETBV, whether the operating system saves the registers.
 bool runs_here(const Kernels& k) {
 #if defined(W4CONV_TIER_AVX2)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (&k == &kAvx2Kernels) return avx2;
-  const bool avx512vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (&k == &kAvxVnniKernels) return W4CONV_AVXVNNI_AS_AVX512 ? avx512vnni : avx2 && has_avxvnni();
-  if (&k == &kAvx512Kernels) return avx512;
-  if (&k == &kAvx512VnniKernels) return avx512vnni;
+  static const Cpu cpu;
+  if (&k == &kAvx2Kernels) return cpu.avx2;
+  if (&k == &kAvxVnniKernels) return W4CONV_AVXVNNI_AS_AVX512 ? cpu.avx512vnni : cpu.avxvnni;
+  if (&k == &kAvx512Kernels) return cpu.avx512;
+  if (&k == &kAvx512VnniKernels) return cpu.avx512vnni;
 #endif
   return &k == &kScalarKernels;
 }

@@ -170,10 +170,9 @@ void round_block(const float* x, int64_t n, float scale, Codes& out) {
   out.sum = folded<kLanes / 2>(sums, [](vi a, vi b) { return a + b; })[0];
   if constexpr (kForm == Form::kPairs) {
     constexpr int kWords = 2 * kLanes;
-    vsu order;
-    for (int i = 0; i < kWords; i++) order[i] = static_cast<uint16_t>(i / 8 * 8 + i % 4 * 2 + i / 4 % 2);
     for (int64_t i = 0; i < n; i += kWords) {
-      store_bits(out.words + i, (vi)__builtin_shuffle((vsu)load_bits(out.words + i), order));
+      const vsu words = (vsu)load_bits(out.words + i);
+      store_bits(out.words + i, (vi)shuffled(words, words, [](int j) { return j / 8 * 8 + j % 4 * 2 + j / 4 % 2; }));
     }
   }
 }

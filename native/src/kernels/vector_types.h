@@ -28,13 +28,19 @@ inline vu splat_bits(uint32_t x) { return x - vu{}; }
 inline vu select_bits(vi mask, vu yes, vu no) { return mask ? yes : no; }
 inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 
+// Lane i of the result is lane from(i) of a and, counted on, b. from: a lambda without captures.
+template <class V, class F, size_t... kLane>
+inline V shuffled(V a, V b, F, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(a, b, F{}(static_cast<int>(kLane))...);
+}
+template <class V, class F>
+inline V shuffled(V a, V b, F from) {
+  return shuffled(a, b, from, std::make_index_sequence<sizeof(V) / sizeof(a[0])>());
+}
 // Lane i of the result is lane i + kBy of x; the last kBy lanes are of no use.
 template <int kBy, class V>
 inline V lanes_down(V x) {
-  constexpr int kCount = sizeof(V) / sizeof(x[0]);
-  decltype(x < x) from;
-  for (int i = 0; i < kCount; i++) from[i] = (i + kBy) % kCount;
-  return __builtin_shuffle(x, from);
+  return shuffled(x, x, [](int i) { return (i + kBy) % static_cast<int>(sizeof(V) / sizeof(V{}[0])); });
 }
 // f of all lanes, in lane 0: of the lower half and the upper, of the quarters of that, and so on. kHalf: half the lanes.
 template <int kHalf, class V, class F>
@@ -47,13 +53,6 @@ inline V folded(V x, const F& f) {
   }
 }
 
-// Lane i of the result is lane from(i) of a and, counted on, b.
-template <class F>
-inline vf shuffled(vf a, vf b, const F& from) {
-  vi lanes;
-  for (int i = 0; i < kLanes; i++) lanes[i] = from(i);
-  return __builtin_shuffle(a, b, lanes);
-}
 // Blocks of kSize x kSize off the diagonals of those twice as large change places, of ever larger ones.
 template <int kSize>
 [[gnu::always_inline]] inline void swap_blocks(vf (&x)[kLanes]) {
