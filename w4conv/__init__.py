@@ -12,11 +12,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from w4conv.comparison import diff
+    from w4conv.commands.diff import diff
+    from w4conv.commands.quantize import quantize
+    from w4conv.commands.verify import verify
     from w4conv.container import open_container as open
-    from w4conv.convert import quantize
     from w4conv.runtime.engine import Model
-    from w4conv.verification import verify
 
 __version__ = "0.1.0"
 __all__ = ["Model", "__version__", "diff", "open", "quantize", "verify"]
@@ -24,10 +24,10 @@ __all__ = ["Model", "__version__", "diff", "open", "quantize", "verify"]
 # Loaded when first used, so that `import w4conv` is instant.
 _HOMES = {
     "Model": ("w4conv.runtime.engine", "Model"),
-    "diff": ("w4conv.comparison", "diff"),
+    "diff": ("w4conv.commands.diff", "diff"),
     "open": ("w4conv.container", "open_container"),
-    "quantize": ("w4conv.convert", "quantize"),
-    "verify": ("w4conv.verification", "verify"),
+    "quantize": ("w4conv.commands.quantize", "quantize"),
+    "verify": ("w4conv.commands.verify", "verify"),
 }
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import codes, kernels
+from w4conv import codes, cpus, kernels
 from w4conv.scheme import QuantScheme, int4, int8
 
 N = K = 4096
@@ -34,7 +34,7 @@ def seconds(run: Callable[..., object], *args: object, **options: object) -> flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=kernels.default_threads())
+    parser.add_argument("--threads", type=int, default=cpus.default_threads())
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     rng = np.random.default_rng(0)

@@ -25,7 +25,7 @@ from w4conv.models import parse_config
 
 OURS = """
 import sys, time
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
 start = time.perf_counter()
 quantize(sys.argv[1], sys.argv[2], scheme="w4a16", threads=int(sys.argv[3]))
 print(time.perf_counter() - start)

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from w4conv.cli._report import roofline
+from w4conv.commands.bench import bench
 from w4conv.container import open_container
-from w4conv.measure.bench import bench
 from w4conv.measure.shapes import SHAPES, RandomWeights
 
 

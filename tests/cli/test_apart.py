@@ -10,7 +10,7 @@ from command import Runner
 from helpers import make_llama_dir
 
 import w4conv
-from w4conv.export import export
+from w4conv.commands.export import export
 
 TENSOR = "model.norm.weight"
 

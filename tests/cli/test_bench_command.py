@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_is_refused(w4: Runner, container: Path) -> None
 
 def test_weights_beyond_the_memory_are_refused_before_they_are_written(w4: Runner) -> None:
     code = (
-        "import sys, w4conv.measure.bench as bench; from w4conv.cli.main import main;"
+        "import sys, w4conv.commands.bench as bench; from w4conv.cli.main import main;"
         "bench.available_memory = lambda: 10**9; sys.argv = ['w4conv', 'bench', '--shape', 'llama-3-8b']; main()"
     )
     w4(code=code).failed(2, "28.9 GB", "1.0 GB of memory", "measure the disk")

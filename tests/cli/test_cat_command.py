@@ -11,7 +11,7 @@ import pytest
 from command import Runner
 from w4files import SMALL_TENSORS, small_file
 
-from w4conv import extraction
+from w4conv.commands import cat as extraction
 from w4conv.container import open_container
 from w4conv.scheme import F32, QuantScheme, int4
 

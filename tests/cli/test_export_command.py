@@ -9,8 +9,8 @@ from command import Runner
 
 from w4conv.cli._output import nbytes
 from w4conv.cli.export import DTYPES, FORMATS
-from w4conv.export import DTYPES as LIBRARY_DTYPES
-from w4conv.export import FORMATS as LIBRARY_FORMATS
+from w4conv.exports import DTYPES as LIBRARY_DTYPES
+from w4conv.exports import FORMATS as LIBRARY_FORMATS
 
 
 def test_words_are_those_of_the_library() -> None:
@@ -31,7 +31,7 @@ def test_report_as_text(w4: Runner, container: Path, tmp_path: Path) -> None:
 
 def test_report_as_json(w4: Runner, container: Path, tmp_path: Path) -> None:
     report = json.loads(w4("export", container, "out", "--to", "safetensors", "--json").done().out)
-    assert report["schema"] == "w4conv.export/1"
+    assert report["schema"] == "w4conv.exports/1"
     assert report["exact"] is True
     assert report["output_nbytes"] == sum(f.stat().st_size for f in (tmp_path / "out").iterdir())
     planned = json.loads(

@@ -106,7 +106,8 @@ def test_only_what_is_needed_is_loaded(w4: Runner) -> None:
         f"print('\\n' + json.dumps([m for m in {heavy!r} if m in sys.modules]))"
     )
     assert json.loads(w4("--help", code=code).out.splitlines()[-1]) == []
-    package = "import sys, w4conv, w4conv.runtime.engine, w4conv.convert; print({'typer', 'tqdm'} & set(sys.modules))"
+    imports = "import sys, w4conv, w4conv.runtime.engine, w4conv.commands.quantize"
+    package = f"{imports}; print({{'typer', 'tqdm'}} & set(sys.modules))"
     assert w4(code=package).done().out == "set()\n"
 
 

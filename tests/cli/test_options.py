@@ -11,11 +11,11 @@ from command import Runner
 from helpers import make_llama_dir
 
 import w4conv
-from w4conv import options
 from w4conv.cli.main import app
+from w4conv.commands import options
+from w4conv.commands.export import export
+from w4conv.commands.options import COMMANDS, FLAGS, refuse_idle
 from w4conv.errors import UsageError
-from w4conv.export import export
-from w4conv.options import COMMANDS, FLAGS, refuse_idle
 
 
 def test_the_table_has_every_option_of_every_command() -> None:

@@ -16,9 +16,9 @@ from test_main_command import in_terminal
 
 import w4conv
 from w4conv.cli import _output
+from w4conv.commands.export import export
 from w4conv.errors import InputError
-from w4conv.export import export
-from w4conv.strict_json import made_strict, to_json
+from w4conv.files.strict_json import made_strict, to_json
 
 # Characters that must not reach a terminal, and how they are shown.
 ORDERS = {

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 # The child says when it is about to begin, so that no trial is spent on the start of the interpreter.
 CHILD = """
 import sys
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
 source, out, resume = sys.argv[1:]
 print("ready", flush=True)
 report = quantize(source, out, resume=resume == "resume", threads=1)

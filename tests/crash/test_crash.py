@@ -133,7 +133,7 @@ def test_a_read_only_disk(model: Path, small_disk: Path) -> None:
 
 
 def test_a_target_that_becomes_a_directory_meanwhile(model: Path, tmp_path: Path) -> None:
-    from w4conv.convert import quantize as convert
+    from w4conv.commands.quantize import quantize as convert
     from w4conv.errors import OutputError
 
     out = tmp_path / "out.w4"
@@ -154,7 +154,7 @@ def test_a_target_that_becomes_a_directory_meanwhile(model: Path, tmp_path: Path
 
 
 def test_a_directory_that_goes_meanwhile(model: Path, tmp_path: Path) -> None:
-    from w4conv.convert import quantize as convert
+    from w4conv.commands.quantize import quantize as convert
     from w4conv.errors import OutputError
 
     folder = tmp_path / "folder"

@@ -17,8 +17,8 @@ from exports import same, schemes, values
 from helpers import data_dir, make_llama_dir
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.container import open_container
-from w4conv.export import export
 from w4conv.measure.perplexity import make_windows, token_nlls
 from w4conv.runtime.chat import ChatTemplate
 from w4conv.runtime.tokenizer import Tokenizer

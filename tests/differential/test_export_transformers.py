@@ -9,8 +9,9 @@ import pytest
 from exports import converted
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.errors import InputError
-from w4conv.export import FORMATS, STACKED, export
+from w4conv.exports import FORMATS, STACKED
 
 torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")

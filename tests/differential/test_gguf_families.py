@@ -11,8 +11,8 @@ from helpers import tiny_tokenizer
 from tiny_models import MODELS, SIZES, Case, rope
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.errors import InputError
-from w4conv.export import export
 from w4conv.runtime.engine import Model
 from w4conv.sources.gguf_architectures import BY_FAMILY
 

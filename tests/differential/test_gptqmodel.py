@@ -14,8 +14,8 @@ from exports import converted, recoded
 from helpers import llama_tensors, make_llama_dir, write_safetensors
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.container import open_container
-from w4conv.export import export
 from w4conv.scheme import QuantScheme
 from w4conv.sources import open_source
 

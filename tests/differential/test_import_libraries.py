@@ -13,7 +13,7 @@ from exports import parts, same, schemes, values
 from helpers import llama_tensors, make_llama_dir, write_safetensors
 
 import w4conv
-from w4conv.export import export
+from w4conv.commands.export import export
 from w4conv.sources import open_source
 
 torch = pytest.importorskip("torch", reason="torch is the oracle; install the oracle dependency group")

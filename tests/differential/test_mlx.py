@@ -10,7 +10,7 @@ from exports import config, converted, same, schemes, values
 from helpers import llama_tensors, make_llama_dir
 
 import w4conv
-from w4conv.export import export
+from w4conv.commands.export import export
 from w4conv.sources import open_source
 
 mx = pytest.importorskip("mlx.core", reason="mlx is the consumer; mlx[cpu] installs where there is a wheel")

@@ -15,9 +15,9 @@ from helpers import tiny_tokenizer
 from tiny_models import MODELS, Case, rope
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.errors import InputError, UsageError
-from w4conv.export import export
-from w4conv.export.onnx import _pairs
+from w4conv.exports.onnx import _pairs
 from w4conv.scheme import QuantScheme
 from w4conv.sources import open_source
 

@@ -12,8 +12,9 @@ from gguf_blocks import random_blocks
 from helpers import make_llama_gguf
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.errors import InputError
-from w4conv.export import FORMATS, export
+from w4conv.exports import FORMATS
 from w4conv.scheme import QuantScheme
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Reference
 from vocabularies import NPM, gguf_vocabulary, tokenizer_file, tokenizer_files
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.container import open_container
-from w4conv.export import export
-from w4conv.mapped_file import MappedFile
+from w4conv.files.mapped import MappedFile
 from w4conv.runtime import package_tokenizer
 from w4conv.runtime.package_tokenizer import PackageTokenizer
 from w4conv.runtime.tokenizer import Tokenizer

@@ -24,12 +24,12 @@ from helpers import make_llama_dir, make_llama_gguf
 from mutations import INTEGERS, change_bytes, change_tree, mutate
 from w4files import open_bytes, small_file, with_blobs
 
-from w4conv.comparison import diff
+from w4conv.commands.diff import diff
+from w4conv.commands.export import export
+from w4conv.commands.inspect import inspect
+from w4conv.commands.quantize import quantize
 from w4conv.container import open_container
-from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
-from w4conv.export import export
-from w4conv.inspection import inspect
 from w4conv.measure.text_windows import cut_text
 from w4conv.models import parse_config, spec_of
 from w4conv.runtime.chat import templates_of

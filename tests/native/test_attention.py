@@ -12,7 +12,7 @@ from helpers import make_llama_dir
 from safetensors.numpy import load_file, save_file
 
 from w4conv import kernels
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
 from w4conv.errors import UsageError
 from w4conv.models.spec import ModelSpec
 from w4conv.runtime.engine import KV_PINNED, Model, Session

@@ -606,4 +606,4 @@ def write_cgroup(root: object, files: dict[str, str]) -> None:
 )
 def test_the_cgroup_quota_is_honoured(tmp_path: object, files: dict[str, str], cpus: float | None) -> None:
     write_cgroup(tmp_path, files)
-    assert kernels._cgroup_cpus(tmp_path) == cpus  # type: ignore[arg-type]  # pathlib.Path
+    assert cpus._cgroup_cpus(tmp_path) == cpus  # type: ignore[arg-type]  # pathlib.Path

@@ -9,7 +9,7 @@ import pytest
 from helpers import make_llama_dir
 
 from w4conv import kernels
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
 from w4conv.runtime.engine import Captured, HeadModel, LayerModel, Model, padded_width
 
 

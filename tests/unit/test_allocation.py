@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from helpers import WORDS, make_llama_dir
 
-from w4conv import sensitivity
+from w4conv.calibration.calibrator import sensitivity
+from w4conv.commands.quantize import ConversionReport, quantize
 from w4conv.container import open_container
-from w4conv.convert import ConversionReport, quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.runtime.engine import Model

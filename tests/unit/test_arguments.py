@@ -12,15 +12,15 @@ import pytest
 import w4conv
 from tests.helpers import WORDS, make_llama_dir
 from w4conv import kernels, quantize, verify
+from w4conv.commands.bench import bench
+from w4conv.commands.calibrate import calibrate
 from w4conv.errors import UsageError
-from w4conv.measure.bench import bench
 from w4conv.runtime.engine import Model
 from w4conv.runtime.generation import generate_text
 from w4conv.runtime.layers import LayeredContainer
 from w4conv.runtime.lookup import PromptLookup
 from w4conv.runtime.sampling import Sampler
 from w4conv.runtime.tokenizer import Tokenizer
-from w4conv.statistics import calibrate
 
 # What is no count anywhere, as a test's name and a value.
 NO_COUNTS: dict[str, Any] = {

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from helpers import make_llama_dir
 
-from w4conv import kernels
-from w4conv.convert import quantize
-from w4conv.kernels import AllowedCpus
+from w4conv import cpus, kernels
+from w4conv.commands.quantize import quantize
+from w4conv.cpus import AllowedCpus
 from w4conv.measure import counters
 from w4conv.measure.counters import Counters, MemoryEvent, memory_events
 from w4conv.runtime.engine import Model
@@ -116,9 +116,9 @@ def test_cores_are_counted_once(tmp_path: Path) -> None:
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert kernels._cores(tmp_path, {0, 1, 2, 3}) == 2
-    assert kernels._cores(tmp_path, {0, 2}) == 1
-    assert kernels._cores(tmp_path, {0, 7, 8}) == 3
+    assert cpus._cores(tmp_path, {0, 1, 2, 3}) == 2
+    assert cpus._cores(tmp_path, {0, 2}) == 1
+    assert cpus._cores(tmp_path, {0, 7, 8}) == 3
 
 
 def test_an_idle_pool_burns_nothing() -> None:

@@ -13,9 +13,9 @@ from helpers import make_llama_dir
 
 from w4conv.cli._report import as_html, roofline
 from w4conv.cli._svg import Axis, Chart
+from w4conv.commands.bench import BenchReport, bench
+from w4conv.commands.quantize import quantize
 from w4conv.container import open_container
-from w4conv.convert import quantize
-from w4conv.measure.bench import BenchReport, bench
 from w4conv.models import parse_config
 
 SVG = "{http://www.w3.org/2000/svg}"

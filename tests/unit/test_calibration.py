@@ -11,9 +11,10 @@ from blake3 import blake3
 from helpers import WORDS, make_llama_dir, write_safetensors
 
 from w4conv import codes, kernels
-from w4conv.calibration_text import read_calibration
+from w4conv.calibration.text import read_calibration
+from w4conv.commands.quantize import quantize
+from w4conv.commands.verify import verify
 from w4conv.container import open_container
-from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization import calibrated
 from w4conv.quantization.calibrated import Inputs, Lack, output_error, solve
@@ -21,7 +22,6 @@ from w4conv.quantization.scores import Turns
 from w4conv.runtime.layers import LayeredSource
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources import open_source
-from w4conv.verification import verify
 
 SMALL: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32}
 
@@ -131,7 +131,7 @@ def test_keys_are_rounded_for_the_queries_they_meet(
         found.append((w, met))
         return solve(w, *args, met=met, **options)
 
-    monkeypatch.setattr("w4conv.calibration.solve", keep)
+    monkeypatch.setattr("w4conv.calibration.calibrator.solve", keep)
     quantize(model, tmp_path / "o.w4", calibration=text, embeddings="f32", group_size=32, **SMALL)
     with open_source(model) as source:
         layers = LayeredSource(source)
@@ -265,7 +265,7 @@ def test_heads_in_4_bits(text: Path, tmp_path: Path, tied: bool, monkeypatch: py
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     options = SMALL | {"embeddings": "int4", "group_size": 32, "calibration": text}
     quantize(model, tmp_path / "o.w4", **options)
-    monkeypatch.setattr("w4conv.calibration._READ_ROWS", 32)  # rows are independent, but for what is judged
+    monkeypatch.setattr("w4conv.calibration.calibrator._READ_ROWS", 32)  # rows are independent, but for what is judged
     quantize(model, tmp_path / "blocks.w4", **options, threads=1)
     assert (tmp_path / "o.w4").read_bytes() == (tmp_path / "blocks.w4").read_bytes()
     report = verify(tmp_path / "o.w4", against=model)
@@ -402,7 +402,7 @@ def test_interrupted_and_resumed(
         solved.append(args[3])
         return solve(*args, **options)
 
-    monkeypatch.setattr("w4conv.calibration.solve", count)
+    monkeypatch.setattr("w4conv.calibration.calibrator.solve", count)
     monkeypatch.setenv("W4CONV_ISA", "scalar")
     progress = Stop()
     report = quantize(model, out, calibration=text, resume=True, progress=progress, threads=1, **SMALL)

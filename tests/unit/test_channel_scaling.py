@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from helpers import WORDS, as_dtype, llama_tensors, make_llama_dir, write_safetensors
 
-from w4conv.comparison import diff
+from w4conv.commands.diff import diff
+from w4conv.commands.quantize import quantize
+from w4conv.commands.verify import verify
 from w4conv.container import open_container
-from w4conv.convert import quantize
 from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.quantization.folding import FoldedSource, Folding
 from w4conv.sources import open_source
-from w4conv.verification import verify
 
 OPTIONS: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32, "group_size": 32, "method": "awq"}
 SHAPE: dict[str, Any] = {"hidden": 64, "inner": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300, "seed": 0}

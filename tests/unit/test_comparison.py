@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from helpers import make_llama_dir
 
-from w4conv import codes, comparison
-from w4conv.comparison import DiffReport, diff
+from w4conv import codes
+from w4conv.commands import diff as comparison
+from w4conv.commands.diff import DiffReport, diff
+from w4conv.commands.quantize import quantize
 from w4conv.container import open_container
-from w4conv.convert import quantize
 from w4conv.errors import InputError
 
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer
 
 import w4conv
-from w4conv.convert import ConversionReport, quantize
+from w4conv.commands.quantize import ConversionReport, quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.runtime.tokenizer import Tokenizer as OurTokenizer

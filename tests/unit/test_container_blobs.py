@@ -11,8 +11,8 @@ from w4files import with_blobs
 
 import w4conv
 from w4conv.cli import main
+from w4conv.commands.inspect import inspect
 from w4conv.container import open_container
-from w4conv.inspection import inspect
 
 NOT_JSON = {
     "empty": b"",

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from test_sources_packed import GPTQ, MODULES, Q, gptq, values_of, write
 
 import w4conv
+from w4conv.commands.inspect import inspect
 from w4conv.errors import InputError
-from w4conv.inspection import inspect
 from w4conv.sources import open_source
 
 

@@ -17,9 +17,11 @@ import pytest
 from blake3 import blake3
 from helpers import as_dtype, make_llama_dir, write_safetensors
 
-from w4conv import codes, convert, planning
+from w4conv import codes
+from w4conv.commands import quantize as convert
+from w4conv.commands.quantize import quantize
 from w4conv.container import open_container
-from w4conv.convert import quantize
+from w4conv.conversion import plan as planning
 from w4conv.errors import InputError, OutputError, UsageError
 from w4conv.quantization.recipe import make_recipe
 from w4conv.quantization.reference import quantize_codes, quantize_rtn

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from helpers import data_dir, make_llama_dir
 
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
+from w4conv.commands.verify import verify
 from w4conv.errors import InputError, UsageError
 from w4conv.measure.divergence import compare_models
 from w4conv.measure.layerwise import ScoredBlock, layered_nlls
 from w4conv.measure.perplexity import Windows, token_nlls
-from w4conv.verification import verify
 
 VOCAB = 50
 

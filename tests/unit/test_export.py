@@ -31,9 +31,10 @@ from tokenizers import (
 )
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.container import open_container
 from w4conv.errors import InputError, OutputError, UsageError
-from w4conv.export import FORMATS, export
+from w4conv.exports import FORMATS
 from w4conv.scheme import QuantScheme
 from w4conv.sources import open_source
 
@@ -461,7 +462,7 @@ def kill_an_export(path: Path, out: Path, to: str, **options: object) -> None:
     """Export in a process of its own that dies by SIGKILL after the first tensors."""
     code = f"""
 import os, signal
-from w4conv.export import export
+from w4conv.commands.export import export
 from w4conv.progress import Silent
 
 class Deadly(Silent):

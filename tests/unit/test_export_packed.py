@@ -11,10 +11,10 @@ import pytest
 from exports import config, converted, recoded, same, values
 from numpy.typing import NDArray
 
+from w4conv.commands.export import export
 from w4conv.errors import InputError, UsageError
-from w4conv.export import export
-from w4conv.export.awq import _ordered
-from w4conv.export.packed import words
+from w4conv.exports.awq import _ordered
+from w4conv.exports.packed import words
 from w4conv.scheme import QuantScheme
 
 LAYER = "model.layers.1."

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from w4conv.export import FORMATS
+from w4conv.exports import FORMATS
 from w4conv.sources.packed import METHODS
 
 ROOT = Path(__file__).parents[2]

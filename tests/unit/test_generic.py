@@ -11,9 +11,9 @@ import pytest
 from helpers import as_dtype, make_llama_dir, make_llama_gguf, write_safetensors
 
 import w4conv
-from w4conv.convert import quantize
+from w4conv.commands.inspect import inspect
+from w4conv.commands.quantize import quantize
 from w4conv.errors import InputError, UsageError
-from w4conv.inspection import inspect
 
 SHAPES = {
     "transformer.wte.weight": (48, 64),

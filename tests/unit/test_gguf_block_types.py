@@ -15,9 +15,9 @@ from w4files import SCHEMES_OF_1_1, as_bytes
 
 import w4conv
 from w4conv import codes, kernels
+from w4conv.commands.export import export
 from w4conv.container import open_container
 from w4conv.errors import InputError
-from w4conv.export import export
 from w4conv.scheme import QuantScheme
 from w4conv.sources.gguf import DEQUANTIZABLE
 from w4conv.sources.gguf_blocks import coded, coding_of

@@ -10,8 +10,8 @@ import pytest
 from helpers import data_dir, make_llama_dir
 
 import w4conv
+from w4conv.commands.inspect import Inspection, inspect, inspect_stream, kind_of
 from w4conv.errors import FormatError
-from w4conv.inspection import Inspection, inspect, inspect_stream, kind_of
 
 
 @pytest.mark.parametrize(

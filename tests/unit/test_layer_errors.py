@@ -12,7 +12,7 @@ import pytest
 from helpers import make_llama_dir
 
 from w4conv.cli._heat_map import heat_map
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
 from w4conv.measure.layer_errors import LayerErrors
 from w4conv.measure.layerwise import scored_logits
 from w4conv.measure.perplexity import make_windows

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from helpers import make_llama_dir
 
-from w4conv.convert import quantize
+from w4conv.commands.quantize import quantize
+from w4conv.commands.verify import verify
 from w4conv.errors import InputError
 from w4conv.measure import layerwise
 from w4conv.measure.divergence import compare_models
@@ -23,7 +24,6 @@ from w4conv.models.spec import TensorSpec
 from w4conv.runtime.engine import Model
 from w4conv.runtime.layers import LayeredContainer, LayeredModel, LayeredSource
 from w4conv.sources import open_source
-from w4conv.verification import verify
 
 IDS = np.random.default_rng(4).integers(0, 250, 200)
 

@@ -243,7 +243,7 @@ SCENARIOS = {
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A container, the directory it came from, and a GGUF file of it."""
-    from w4conv.export import export
+    from w4conv.commands.export import export
 
     root = tmp_path_factory.mktemp("lifetime")
     source = make_llama_dir(root / "hf", config={"max_position_embeddings": 512})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from w4conv.mapped_file import MappedFile
+from w4conv.files.mapped import MappedFile
 
 
 def test_readers_of_a_file_share_its_pages(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from helpers import llama_tensors, make_llama_dir, tiny_tokenizer, write_safeten
 from numpy.typing import NDArray
 
 import w4conv
-from w4conv.export import export
+from w4conv.commands.export import export
 
 Raw = dict[str, tuple[str, NDArray[Any]]]
 SHAPE = {"hidden": 64, "inner": 96, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16}

@@ -9,13 +9,13 @@ import pytest
 from helpers import WORDS, make_llama_dir
 
 from w4conv.cli import quantize as command
+from w4conv.commands.quantize import quantize
+from w4conv.commands.verify import verify
 from w4conv.container import open_container
-from w4conv.convert import quantize
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
 from w4conv.quantization.recipe import KINDS, SCHEMES, built_in_recipes, make_recipe, read_rules
-from w4conv.verification import verify
 
 DOWN, V = "model.layers.{}.mlp.down_proj.weight", "model.layers.{}.self_attn.v_proj.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import make_llama_dir
 
+from w4conv.commands.quantize import quantize
 from w4conv.container import Container
-from w4conv.convert import quantize
 from w4conv.runtime.engine import Model
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from helpers import make_llama_dir
 
+from w4conv.commands.quantize import ConversionReport, quantize
 from w4conv.container import check_target, open_container, open_target
-from w4conv.container.target import partial_of
-from w4conv.convert import ConversionReport, quantize
 from w4conv.errors import OutputError, UsageError
+from w4conv.files.target import partial_of
 
 
 class Stop:

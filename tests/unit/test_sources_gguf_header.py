@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from w4conv.errors import InputError
-from w4conv.mapped_file import MappedFile
+from w4conv.files.mapped import MappedFile
 from w4conv.sources import open_source
 from w4conv.sources.gguf_header import GgufHeader
 

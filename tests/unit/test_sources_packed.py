@@ -15,8 +15,8 @@ from helpers import llama_tensors, make_llama_dir, write_safetensors
 from numpy.typing import NDArray
 
 import w4conv
+from w4conv.commands.inspect import inspect
 from w4conv.errors import InputError, UsageError
-from w4conv.inspection import inspect
 from w4conv.sources import open_source
 from w4conv.sources.packed.fp8 import E4M3
 

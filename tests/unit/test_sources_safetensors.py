@@ -14,7 +14,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from w4conv.errors import InputError
-from w4conv.mapped_file import MappedFile
+from w4conv.files.mapped import MappedFile
 from w4conv.sources.safetensors import read_header
 
 

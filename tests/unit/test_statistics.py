@@ -13,18 +13,19 @@ from helpers import WORDS, make_llama_dir
 from safetensors.numpy import load_file, save_file
 
 from w4conv import kernels
-from w4conv.calibration_text import read_calibration
+from w4conv.calibration.imatrix import ImportanceMatrix
+from w4conv.calibration.sensitivity import PLACE_WEIGHTS, Sensitivity
+from w4conv.calibration.statistics import SavedStatistics
+from w4conv.calibration.text import read_calibration
+from w4conv.commands.calibrate import calibrate
+from w4conv.commands.quantize import quantize
+from w4conv.commands.verify import verify
 from w4conv.container import open_container
-from w4conv.convert import quantize
 from w4conv.errors import InputError, OutputError, UsageError
-from w4conv.importance_matrix import ImportanceMatrix
 from w4conv.quantization.allocation import MENU
 from w4conv.quantization.reference import quantize_rtn
 from w4conv.runtime.layers import LayeredSource
-from w4conv.sensitivity import PLACE_WEIGHTS, Sensitivity
 from w4conv.sources import open_source
-from w4conv.statistics import SavedStatistics, calibrate
-from w4conv.verification import verify
 
 SMALL: dict[str, Any] = {"tokens": 512, "ctx": 32}
 

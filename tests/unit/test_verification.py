@@ -13,11 +13,11 @@ from helpers import data_dir, make_llama_dir, tiny_tokenizer
 
 import w4conv
 from w4conv import kernels
+from w4conv.commands.verify import verify
 from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.measure import round_trip
 from w4conv.sources import open_source
-from w4conv.verification import verify
 
 TEXT = "The king and the queen of the land went to the inn in the evening.\n" * 9
 

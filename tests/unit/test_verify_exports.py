@@ -13,8 +13,8 @@ from exports import converted, recoded
 from helpers import make_llama_dir, write_safetensors
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.errors import InputError, UsageError
-from w4conv.export import export
 from w4conv.measure.exported import GGUF_ROUNDED, _alike
 from w4conv.scheme import QuantScheme
 

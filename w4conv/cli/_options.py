@@ -17,9 +17,9 @@ def _can_run(threads: int | None) -> int | None:
     """Raises UsageError for more threads than could run at a time."""
     if threads is None or threads == 1:
         return threads  # without a look at the machine
-    from w4conv import kernels
+    from w4conv import cpus
 
-    allowed = kernels.allowed_cpus()
+    allowed = cpus.allowed_cpus()
     if threads > allowed.most_threads:
         raise UsageError(
             f"{threads} threads would take turns on what this process may use: {allowed}. "

@@ -16,14 +16,14 @@ from typing import Any, Final
 
 # What each command reports: schema name, module and class.
 REPORTS: Final = {
-    "quantize": ("w4conv.convert", "ConversionReport"),
-    "calibrate": ("w4conv.statistics", "StatisticsReport"),
-    "inspect": ("w4conv.inspection", "Inspection"),
-    "verify": ("w4conv.verification", "VerifyReport"),
-    "diff": ("w4conv.comparison", "DiffReport"),
-    "cat": ("w4conv.extraction", "Extract"),
-    "bench": ("w4conv.measure.bench", "BenchReport"),
-    "export": ("w4conv.export.report", "ExportReport"),
+    "quantize": ("w4conv.commands.quantize", "ConversionReport"),
+    "calibrate": ("w4conv.calibration.statistics", "StatisticsReport"),
+    "inspect": ("w4conv.commands.inspect", "Inspection"),
+    "verify": ("w4conv.commands.verify", "VerifyReport"),
+    "diff": ("w4conv.commands.diff", "DiffReport"),
+    "cat": ("w4conv.commands.cat", "Extract"),
+    "bench": ("w4conv.commands.bench", "BenchReport"),
+    "export": ("w4conv.exports.report", "ExportReport"),
     "run": ("w4conv.cli._schemas", "RunReport"),
 }
 

@@ -20,8 +20,8 @@ from w4conv.cli._progress import progress_bar
 from w4conv.errors import UsageError
 
 if TYPE_CHECKING:
+    from w4conv.commands.bench import BenchReport, Rate, Row
     from w4conv.container import Container
-    from w4conv.measure.bench import BenchReport, Rate, Row
     from w4conv.progress import Progress
 
 EPILOG = """\
@@ -81,9 +81,9 @@ def bench(
     is given with its increase over the first row. Converted files go to the temporary directory (TMPDIR) for the time
     of the command.
     """
-    from w4conv.apart import keep_apart, keep_origin
+    from w4conv.commands.bench import bench as measure
     from w4conv.container import check_target, open_target
-    from w4conv.measure.bench import bench as measure
+    from w4conv.files.apart import keep_apart, keep_origin
 
     if json + as_csv + markdown + (html in ("-", "/dev/stdout")) > 1:
         raise UsageError("--json, --csv, --md and a report on standard output exclude one another")
@@ -118,9 +118,9 @@ def _opened(
     inputs: list[str], shape: str | None, schemes: str, threads: int | None, progress: Progress
 ) -> Iterator[list[tuple[str, Container]]]:
     """Everything to be measured, by name; what had to be converted is gone when the block ends."""
+    from w4conv.commands.bench import check_memory
+    from w4conv.commands.quantize import quantize
     from w4conv.container import open_container
-    from w4conv.convert import quantize
-    from w4conv.measure.bench import check_memory
     from w4conv.measure.shapes import RandomWeights
 
     if not inputs and shape is None:

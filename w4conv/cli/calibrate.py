@@ -46,7 +46,7 @@ def calibrate(
     """
     import sys
 
-    from w4conv.statistics import calibrate as observe
+    from w4conv.commands.calibrate import calibrate as observe
 
     with progress_bar() as progress:
         report = observe(

@@ -33,7 +33,7 @@ def cat(
     The values are what the container means, exactly; every byte of the tensor is checked before. Without -o the file
     goes to standard output, and with --json the report then goes to standard error.
     """
-    from w4conv.extraction import cat as extract
+    from w4conv.commands.cat import cat as extract
 
     refuse_terminal(file)
     written = extract(file, tensor, out, overwrite=overwrite)

@@ -11,7 +11,7 @@ from w4conv.cli._options import Json, refuse_terminal
 from w4conv.cli._progress import progress_bar
 
 if TYPE_CHECKING:
-    from w4conv.comparison import DiffReport, TensorDifference
+    from w4conv.commands.diff import DiffReport, TensorDifference
     from w4conv.measure.distortion import Distortion
 
 EPILOG = """\
@@ -48,7 +48,7 @@ def diff(
     B's values with A's taken for the source; what differs in the files inside and in the record of the conversion.
     Tensors are the same when coding and bytes are, and equal when only their values are.
     """
-    from w4conv.comparison import diff as compare
+    from w4conv.commands.diff import diff as compare
 
     for path in (a, b):
         refuse_terminal(path)

@@ -12,7 +12,7 @@ from w4conv.cli._options import Json, one_of
 from w4conv.cli._progress import progress_bar
 
 if TYPE_CHECKING:
-    from w4conv.export.report import ExportReport, ExportTotal
+    from w4conv.exports.report import ExportReport, ExportTotal
 
 FORMATS = ("safetensors", "gguf", "compressed-tensors", "gptq", "awq", "mlx", "onnx")
 DTYPES = ("f16", "bf16", "f32")
@@ -59,7 +59,7 @@ def export(
 
     The report goes to standard output, or to standard error when OUT is -.
     """
-    from w4conv.export import export as write
+    from w4conv.commands.export import export as write
 
     try:
         with progress_bar() as progress:

@@ -12,7 +12,7 @@ from w4conv.cli import _output
 from w4conv.cli._options import Json, refuse_terminal
 
 if TYPE_CHECKING:
-    from w4conv.inspection import Inspection, TensorRow, Total
+    from w4conv.commands.inspect import Inspection, TensorRow, Total
     from w4conv.models.spec import ModelSpec
 
 EPILOG = """\
@@ -40,8 +40,8 @@ def inspect(
     Model, schemes, bits per weight, sizes, where it comes from, tokenizer. Reads headers only, so it is instant on any
     size; nothing is verified beyond the structure.
     """
-    from w4conv.inspection import inspect as describe
-    from w4conv.inspection import inspect_stream
+    from w4conv.commands.inspect import inspect as describe
+    from w4conv.commands.inspect import inspect_stream
 
     refuse_terminal(path)
     found = inspect_stream(sys.stdin.buffer) if path == "-" else describe(path)

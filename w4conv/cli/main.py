@@ -14,7 +14,7 @@ import typer.main
 
 from w4conv import __version__
 from w4conv.cli import _errors, _output, _streams, bench, calibrate, cat, diff, export, inspect, quantize, run, verify
-from w4conv.options import refuse_idle
+from w4conv.commands.options import refuse_idle
 
 EPILOG = """\
 \b

@@ -13,7 +13,7 @@ from w4conv.cli._options import Json, Threads, one_of
 from w4conv.cli._progress import progress_bar
 
 if TYPE_CHECKING:
-    from w4conv.convert import ConversionReport
+    from w4conv.commands.quantize import ConversionReport
 
 SCHEMES = ("w4a16", "int4z", "nf4", "fp4", "w8a16", "f16", "bf16", "f32", "keep")
 GROUP_SIZES = ("32", "64", "128", "256", "row")
@@ -163,7 +163,7 @@ def quantize(
 
     The report goes to standard output, or to standard error when OUT is -.
     """
-    from w4conv.convert import quantize as convert
+    from w4conv.commands.quantize import quantize as convert
 
     try:
         with progress_bar() as progress:

@@ -12,8 +12,8 @@ import typer
 from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED, print_message
 from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
+from w4conv.commands.options import has_integers, refuse_idle
 from w4conv.errors import InputError, UsageError
-from w4conv.options import has_integers, refuse_idle
 
 if TYPE_CHECKING:
     from w4conv.runtime.engine import Model
@@ -233,7 +233,7 @@ def statistics(model: Model, g: Generation) -> dict[str, Any]:
 
 
 def stats_text(s: dict[str, Any], finish: str) -> str:
-    from w4conv.kernels import allowed_cpus
+    from w4conv.cpus import allowed_cpus
 
     decoded = f"{s['decoded_tokens']} tokens"
     speed = "nothing decoded"

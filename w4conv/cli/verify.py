@@ -15,12 +15,12 @@ from w4conv.cli._progress import progress_bar
 from w4conv.errors import CheckError, OutputError
 
 if TYPE_CHECKING:
+    from w4conv.commands.verify import PerplexityReport, VerifyReport
     from w4conv.measure.distortion import Distortion
     from w4conv.measure.divergence import Divergence
     from w4conv.measure.layer_errors import LayerError
     from w4conv.measure.perplexity import Estimate, Increase
     from w4conv.measure.round_trip import RoundTrip
-    from w4conv.verification import PerplexityReport, VerifyReport
 
 CONVENTIONS = ("llama.cpp", "gptq")
 EPILOG = """\
@@ -106,9 +106,9 @@ def verify(
     An export (a directory, or a GGUF file) is checked against its container: every value must be the container's, or
     that value rounded to the F16 or BF16 in which it is stored.
     """
-    from w4conv.apart import keep_apart
+    from w4conv.commands.verify import verify as check
+    from w4conv.files.apart import keep_apart
     from w4conv.measure.texts import WIKITEXT2_VARIABLE
-    from w4conv.verification import verify as check
 
     refuse_terminal(file)
     if plot is not None:

@@ -12,8 +12,8 @@ from w4conv.container.reader import (
     open_stream,
     read_header,
 )
-from w4conv.container.target import STDOUT, check_target, lock_output, open_target
 from w4conv.container.writer import Writer
+from w4conv.files.target import STDOUT, check_target, lock_output, open_target
 
 __all__ = [
     "STDOUT",

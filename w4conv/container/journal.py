@@ -18,8 +18,8 @@ from blake3 import blake3
 
 from w4conv.container.layout import DIGEST_NBYTES, Part, digest
 from w4conv.container.plan import Layout
-from w4conv.container.target import Target
 from w4conv.errors import InputError
+from w4conv.files.target import Target
 
 _BLOCK_NBYTES = 1 << 22
 

@@ -21,7 +21,7 @@ from w4conv.container import validate
 from w4conv.container.integrity import check_data, check_tensor
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, SIGNATURE, Header, Part, TensorInfo, digest
 from w4conv.errors import ClosedError, FormatError, InputError, OutputError
-from w4conv.mapped_file import refuse_stand_in
+from w4conv.files.mapped import refuse_stand_in
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import kernels
+from w4conv import cpus, kernels
 from w4conv.models.spec import READS
 from w4conv.runtime.engine import ACTIVATION_BITS, Captured, Matrix
 from w4conv.runtime.layers import LoadedLayer
@@ -51,7 +51,7 @@ class LayerErrors:
 
     def __init__(self, *, threads: int | None = None, activations: str = "int16") -> None:
         """activations: of the first model."""
-        self._threads = kernels.thread_count(threads)
+        self._threads = cpus.thread_count(threads)
         self._bits = ACTIVATION_BITS[activations]
         self._sums: dict[int, dict[str, float]] = {}
         self._n_tokens: dict[int, int] = {}

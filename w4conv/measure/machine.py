@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from w4conv import __version__, kernels
+from w4conv import __version__, cpus, kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Machine:
     @property
     def allowed(self) -> str:
         """What this process may use, in words."""
-        return str(kernels.AllowedCpus(self.allowed_cpus, self.allowed_cores, self.quota_cpus))
+        return str(cpus.AllowedCpus(self.allowed_cpus, self.allowed_cores, self.quota_cpus))
 
     @classmethod
     def here(cls) -> Machine:
-        allowed = kernels.allowed_cpus()
+        allowed = cpus.allowed_cpus()
         return cls(
             cpu=_cpu(),
             cpus=os.cpu_count() or allowed.cpus,

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
-from w4conv.blobs import config_of
 from w4conv.container import Container, TensorInfo
-from w4conv.digests import FileDigests
 from w4conv.errors import InputError
+from w4conv.files.blobs import config_of
+from w4conv.files.digests import FileDigests
 from w4conv.measure.distortion import Distortion, DistortionMeter
 from w4conv.models import spec_of
 from w4conv.progress import Progress

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import InputError
-from w4conv.mapped_file import HEAD_NBYTES, refuse_stand_in
+from w4conv.files.mapped import HEAD_NBYTES, refuse_stand_in
 
 WIKITEXT2_NAME: Final = "WikiText-2 raw, test split"
 WIKITEXT2_SHA256: Final = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from w4conv.blobs import config_of, place
 from w4conv.errors import InputError
+from w4conv.files.blobs import config_of, place
 from w4conv.models import (
     gemma2,
     gemma3,

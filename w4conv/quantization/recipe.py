@@ -23,9 +23,9 @@ from typing import Any, Final
 
 from w4conv.arguments import shown
 from w4conv.errors import InputError, UsageError
-from w4conv.mapped_file import HEAD_NBYTES, refuse_stand_in
+from w4conv.files.mapped import HEAD_NBYTES, refuse_stand_in
+from w4conv.models.generic import Inventory
 from w4conv.models.spec import Role
-from w4conv.quantization.generic import Inventory
 from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, KEPT_ONLY, QuantScheme
 
 DEFAULT_GROUP_SIZE: Final = 128

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from w4conv.blobs import json_object, place, text_of
 from w4conv.errors import InputError, UsageError
+from w4conv.files.blobs import json_object, place, text_of
 from w4conv.runtime import template_process
 from w4conv.runtime.tokenizer import SPECIAL_TOKENS, Tokenizer
 from w4conv.sources.base import TOOL_TEMPLATE

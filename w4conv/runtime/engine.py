@@ -14,13 +14,13 @@ from typing import Final, NamedTuple, Protocol, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import _native, arguments, kernels
+from w4conv import _native, arguments, cpus, kernels
 from w4conv.arguments import count, optional_count
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import spec_of
+from w4conv.models.generic import refuse_to_run
 from w4conv.models.spec import ModelSpec, TensorSpec
-from w4conv.quantization.generic import refuse_to_run
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 F32Array = npt.NDArray[np.float32]
@@ -81,7 +81,7 @@ def _new_native(spec: ModelSpec, layers: Sequence[int], *, threads: int | None, 
     for layer in layers:
         c.add_layer(spec.rope_index(layer), spec.window(layer))
     with kernels.starting_threads():
-        return _native.new_model(c, kernels.thread_count(threads))
+        return _native.new_model(c, cpus.thread_count(threads))
 
 
 def _set_matrix(native: _native.Model, t: TensorSpec, layer: int, matrix: Matrix) -> None:
@@ -110,7 +110,7 @@ class Model:
     """A `.w4` file ready to run. Weights stay in the mapping; nothing is repacked.
 
     path: a `.w4` file, or a Container already open (which the caller then closes).
-    threads: default `kernels.default_threads()`.
+    threads: default `cpus.default_threads()`.
     ctx: most tokens of a session; default, and at most, the model's own limit.
     kv: how keys and values are kept: "f16", "int8", or "f32" (the reference).
     kv_memory: most bytes of keys and values of a session. Where the whole context does not fit, layers see the first
@@ -136,7 +136,7 @@ class Model:
     ) -> None:
         if kv not in KV_KINDS:
             raise UsageError(f"kv {kv!r} is none of {', '.join(KV_KINDS)}")
-        self.threads = kernels.thread_count(threads)
+        self.threads = cpus.thread_count(threads)
         kv_memory = optional_count(kv_memory, "kv-memory")
         self._owned = not isinstance(path, Container)
         self.container = path if isinstance(path, Container) else open_container(Path(path))

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from tokenizers import AddedToken
 
-from w4conv.blobs import json_object, place
 from w4conv.errors import InputError, UsageError
+from w4conv.files.blobs import json_object, place
 from w4conv.runtime.decoding import StreamDecoder
 from w4conv.runtime.package_tokenizer import PackageTokenizer, package_errors
 from w4conv.runtime.tokenizer_file import token_ids

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from w4conv import _native
-from w4conv.blobs import json_object, parse_json_object, place
 from w4conv.errors import InputError
+from w4conv.files.blobs import json_object, parse_json_object, place
 
 
 class TokenizerFile:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
+from w4conv.files.strict_json import to_json
 from w4conv.sources.gguf_architectures import Architecture
 from w4conv.sources.gguf_header import GgufHeader
-from w4conv.strict_json import to_json
 
 TOKEN_IDS: Final = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError
-from w4conv.mapped_file import MappedFile
+from w4conv.files.mapped import MappedFile
 
 MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 16

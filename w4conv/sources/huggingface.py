@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.blobs import parse_text
 from w4conv.errors import InputError
-from w4conv.mapped_file import MappedFile
-from w4conv.sources._files import (
+from w4conv.files.blobs import parse_text
+from w4conv.files.mapped import MappedFile
+from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
+from w4conv.sources.reading import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
     VALUE_DTYPES,
@@ -24,7 +25,6 @@ from w4conv.sources._files import (
     row_range,
     values,
 )
-from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.safetensors import Entry, read_header
 from w4conv.sources.vocabulary import UnknownTokenizerError
 

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.errors import InputError, UsageError
-from w4conv.mapped_file import MappedFile
-from w4conv.sources._files import read_small
+from w4conv.files.mapped import MappedFile
 from w4conv.sources.huggingface import HuggingFaceSource, read_sidecars
 from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, packed_tensor
+from w4conv.sources.reading import read_small
 from w4conv.sources.safetensors import Entry
 
 if TYPE_CHECKING:

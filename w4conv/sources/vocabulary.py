@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from w4conv.strict_json import to_json
+from w4conv.files.strict_json import to_json
 
 Json = dict[str, object]
 

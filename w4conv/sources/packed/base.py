@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from w4conv import codes
 from w4conv.errors import InputError
-from w4conv.mapped_file import MappedFile
+from w4conv.files.mapped import MappedFile
 from w4conv.scheme import GROUP_SIZES, QuantScheme
 from w4conv.sources.base import CodedRows
 from w4conv.sources.safetensors import Entry

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
-from w4conv.sources._files import parse_json_object
 from w4conv.sources.packed.base import F32Array, PackedTensor, RawTensors, packed_tensor
+from w4conv.sources.reading import parse_json_object
 
 STATE: Final = ".quant_state.bitsandbytes__"
 KINDS: Final = ("nf4", "fp4")

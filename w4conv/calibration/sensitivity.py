@@ -1,0 +1,219 @@
+"""How much each matrix of a model loses with each scheme of a menu: what a budget of bits is spent by.
+
+With a text, in nats of divergence: of each layer, with all its matrices coded by the smallest scheme and all others
+exact, the divergence of the model's outputs; shared out among the matrices by the error that each alone makes in the
+hidden rows that the layer gives; and for the other schemes of a matrix in proportion to the error of its weights, each
+column weighted by the mean square of its inputs. Without a text: the error of the weights relative to the weights,
+times how much matrices of that place have been found to matter (PLACE_WEIGHTS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import codes, elementary, kernels
+from w4conv.calibration.statistics import Statistics
+from w4conv.errors import InputError
+from w4conv.measure.divergence import kullback_leibler, log_softmax
+from w4conv.measure.layer_errors import relative_error
+from w4conv.models.spec import READS, ModelSpec, TensorSpec
+from w4conv.runtime.engine import LayerModel, Matrix
+from w4conv.runtime.layers import LayeredSource
+from w4conv.scheme import QuantScheme
+from w4conv.sources.base import Source
+
+F32Array = npt.NDArray[np.float32]
+F64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+N_SEQUENCES: Final = 4
+SEQUENCE_TOKENS: Final = 128  # of each, at most
+_SCORED_EVERY: Final = 2  # of its positions, the logits are compared at one in so many
+_SAMPLED_ROWS: Final = 1024  # of a matrix, by which its weights' errors are judged, in runs of 16
+# Divergence for the same relative error of the weights, as measured on SmolLM2-135M; q_proj is 1. Of the ends, a layer.
+PLACE_WEIGHTS: Final[Mapping[str, float]] = {
+    "q_proj": 1, "k_proj": 1, "v_proj": 6, "qkv_proj": 4, "o_proj": 1.5, "gate_proj": 2.5, "up_proj": 4,
+    "gate_up_proj": 3.5, "down_proj": 4,
+}  # fmt: skip
+OTHER_WEIGHT: Final = 3.0
+END_WEIGHT: Final = 4.5
+
+
+class Sensitivity:
+    """losses: by tensor, with each scheme of the menu."""
+
+    def __init__(
+        self, source: Source, tensors: Sequence[TensorSpec], menu: Sequence[QuantScheme], *, threads: int | None,
+        advance: Callable[[int, str], None],
+    ) -> None:  # fmt: skip
+        """tensors: the matrices in question. advance: told the bytes read for each."""
+        self._source, self._tensors, self._menu = source, tensors, menu
+        self._threads, self._advance = threads, advance
+
+    def from_weights(self) -> dict[str, tuple[float, ...]]:
+        weights = self._place_weights()
+        return {t.name: tuple(weights[t.name] * e for e in self._errors(t, None)) for t in self._tensors}
+
+    def _place_weights(self) -> dict[str, float]:
+        of_end = END_WEIGHT * max(len({t.layer for t in self._tensors if t.layer is not None}), 1)
+        return {t.name: of_end if t.layer is None else PLACE_WEIGHTS.get(t.part, OTHER_WEIGHT) for t in self._tensors}
+
+    def from_statistics(self, statistics: Statistics) -> dict[str, tuple[float, ...]]:
+        """As from weights, but each column weighted by what it reads."""
+
+        def squares(t: TensorSpec) -> F64Array | None:
+            if t.layer is None:
+                return None
+            return np.asarray(statistics.of_place(t.layer, READS[t.part]).mean_square[0], np.float64)
+
+        weights = self._place_weights()
+        return {t.name: tuple(weights[t.name] * e for e in self._errors(t, squares(t))) for t in self._tensors}
+
+    def from_text(self, spec: ModelSpec, sequences: IntArray) -> dict[str, tuple[float, ...]]:
+        """sequences: (n, ctx) token ids, of which some are used."""
+        some = np.unique(np.arange(N_SEQUENCES) * len(sequences) // N_SEQUENCES)
+        ends = [t for t in self._tensors if t.layer is None]
+        run = _Run(
+            LayeredSource(self._source, threads=self._threads),
+            sequences[some, :SEQUENCE_TOKENS],
+            {t.part: self._coded(t) for t in ends},
+            self._threads,
+        )
+        layers: list[dict[str, float]] = []  # of each, the error that each matrix alone makes
+        errors: dict[str, tuple[float, ...]] = {}
+        for layer in range(spec.n_layers):
+            here = [t for t in self._tensors if t.layer == layer]
+            alone, squares = run.layer(layer, {t.place: self._coded(t) for t in here})
+            layers.append({t.name: alone[t.place] for t in here})
+            errors |= {t.name: self._errors(t, squares.get(READS.get(t.part, ""))) for t in here}
+        errors |= {t.name: self._errors(t, None) for t in ends}
+        found = run.divergences()
+        losses = {}
+        for layer, alone in enumerate(layers):
+            whole = sum(alone.values())
+            for name, error in alone.items():
+                losses[name] = found[layer] * error / whole if whole > 0 else 0.0
+        losses |= {t.name: found[t.part] for t in ends}
+        if not np.isfinite(list(losses.values())).all():
+            raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
+        return {
+            name: tuple(losses[name] * (e / errors[name][0] if errors[name][0] > 0 else 0.0) for e in errors[name])
+            for name in losses
+        }
+
+    def _coded(self, t: TensorSpec) -> Matrix:
+        """With the smallest scheme of the menu."""
+        scheme, stored = self._menu[0], self._source.tensors[t.name]
+        with self._told(t):
+            packed = kernels.quantize_rtn(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
+        parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
+        return scheme, (t.shape[0], t.shape[1]), parts
+
+    def _errors(self, t: TensorSpec, squares: F64Array | None) -> tuple[float, ...]:
+        """Of the weights with each scheme, relative to the weights, both weighted by the columns' squares."""
+        weights = np.ones(t.shape[-1]) if squares is None else squares
+        signal, noise = 0.0, np.zeros(len(self._menu))
+        for values in self._samples(t):
+            w = codes.as_f32(values, self._source.tensors[t.name].dtype)
+            signal += _weighted(w, weights)
+            for i, scheme in enumerate(self._menu):
+                with self._told(t):
+                    noise[i] += _weighted(_nearest(w, scheme, self._threads) - w, weights)
+        self._advance(self._source.tensors[t.name].nbytes or int(np.prod(t.shape)) * 2, t.name)
+        return tuple((noise / signal).tolist()) if signal > 0 else (0.0,) * len(self._menu)
+
+    @contextmanager
+    def _told(self, t: TensorSpec) -> Iterator[None]:
+        try:
+            yield
+        except kernels.BadValueError as error:
+            raise InputError(
+                f"{self._source.path}: {t.name}: {error.reason}. Fetch the checkpoint again; if it is so at its "
+                "origin, it is broken"
+            ) from None
+
+    def _samples(self, t: TensorSpec) -> list[npt.NDArray[np.generic]]:
+        """Runs of rows spread over a matrix, or over some matrices of a stack."""
+        n_rows = t.shape[-2]
+        n_runs = max(min(n_rows, _SAMPLED_ROWS) // 16, 1)
+        starts = np.unique(np.arange(n_runs) * max(n_rows - 16, 0) // max(n_runs - 1, 1)).tolist()
+        if len(t.shape) == 2:
+            runs = [self._source.read(t.name, slice(start, min(start + 16, n_rows))) for start in starts]
+            return [np.ascontiguousarray(np.concatenate(runs))]
+        picked = np.unique(np.arange(4) * t.shape[0] // 4).tolist()
+        return [np.ascontiguousarray(self._source.read(t.name, slice(i, i + 1))[0][:_SAMPLED_ROWS]) for i in picked]
+
+
+class _Run:
+    """The model, and beside it copies of its hidden rows that differ by one layer or end, taken through it together."""
+
+    def __init__(self, model: LayeredSource, tokens: IntArray, ends: Mapping[str, Matrix], threads: int | None) -> None:
+        self._model, self._ends, self._threads = model, ends, threads
+        self._hidden = model.embed(tokens)  # (n, ctx, padded hidden_size)
+        self._copies: dict[int | str, F32Array] = {}
+        if EMBEDDING in ends:
+            self._copies[EMBEDDING] = model.embed(tokens, lambda rows: _nearest(rows, ends[EMBEDDING][0], threads))
+
+    def layer(self, i: int, coded: Mapping[str, Matrix]) -> tuple[dict[str, float], dict[str, F64Array]]:
+        """(error of the layer's outputs with each coded matrix alone, sums of squares of what each place reads)."""
+        loaded = self._model.layer(i, threads=self._threads)
+        before = self._hidden.copy()
+        squares: dict[str, F64Array] = {}
+        for sequence in self._hidden:
+            captured = loaded.model.run(sequence, capture=True)
+            assert captured is not None
+            for place, rows in captured._asdict().items():
+                squares[place] = squares.get(place, np.zeros(1)) + np.square(rows.astype(np.float64)).sum(axis=0)
+        for copy in self._copies.values():
+            _pass_through(loaded.model, copy)
+
+        def changed(places: Mapping[str, Matrix]) -> F32Array:
+            out = before.copy()
+            _pass_through(self._model.changed(i, loaded, places, threads=self._threads), out)
+            return out
+
+        alone = {place: relative_error(changed({place: matrix}), self._hidden) for place, matrix in coded.items()}
+        if coded:
+            self._copies[i] = changed(coded)
+        return alone, squares
+
+    def divergences(self) -> dict[int | str, float]:
+        """Of the outputs with each layer, or each end, coded; after the last layer."""
+        head = self._model.head(threads=self._threads)
+        coded = self._ends.get(EMBEDDING if self._model.spec.tied_head else HEAD)
+        coded_head = None if coded is None else self._model.changed_head(coded, threads=self._threads)
+        sums: dict[int | str, float] = {}
+        n = 0
+        for i, sequence in enumerate(self._hidden):
+            p = [log_softmax(row) for row in head.logits(sequence[::_SCORED_EVERY])]
+            n += len(p)
+            runs = [(what, head, copy[i]) for what, copy in self._copies.items() if what != EMBEDDING]
+            if EMBEDDING in self._copies:
+                last = coded_head if coded_head is not None and self._model.spec.tied_head else head
+                runs.append((EMBEDDING, last, self._copies[EMBEDDING][i]))
+            if coded_head is not None and not self._model.spec.tied_head:
+                runs.append((HEAD, coded_head, sequence))
+            for what, last, rows in runs:
+                q = (log_softmax(row) for row in last.logits(rows[::_SCORED_EVERY]))
+                sums[what] = sums.get(what, 0.0) + sum(kullback_leibler(b, a) for a, b in zip(q, p, strict=True))
+        return {what: total / n for what, total in sums.items()}
+
+
+def _pass_through(model: LayerModel, hidden: F32Array) -> None:
+    for sequence in hidden:
+        model.run(sequence)
+
+
+def _nearest(rows: F32Array, scheme: QuantScheme, threads: int | None) -> F32Array:
+    packed = kernels.quantize_rtn(rows, "F32", scheme, threads=threads)
+    return codes.dequantize(scheme, rows.shape, {k: kernels.as_bytes(part) for k, part in packed.parts().items()})
+
+
+def _weighted(e: F32Array, weights: F64Array) -> float:
+    return elementary.total(np.square(e.astype(np.float64)) * weights)

@@ -1,0 +1,74 @@
+"""calibrate: a checkpoint and a text in, statistics of the model's activations out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from w4conv.arguments import count
+from w4conv.calibration.statistics import StatisticsLayout, observe
+from w4conv.calibration.text import CTX, TOKENS, read_calibration
+from w4conv.commands.options import refuse_idle
+from w4conv.conversion.declarations import settle_declarations
+from w4conv.cpus import thread_count
+from w4conv.files.apart import keep_apart
+from w4conv.files.target import check_target, open_target
+from w4conv.models import spec_of
+from w4conv.progress import Progress, Silent
+from w4conv.sources import open_source
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsReport:
+    """Statistics written. n_places: of all layers, and the head. full: with second moments. digest: BLAKE3 of the
+    file."""
+
+    source: str
+    text: str
+    out: str
+    architecture: str
+    tokens: int
+    ctx: int
+    n_places: int
+    full: bool
+    nbytes: int
+    digest: str
+
+
+def calibrate(
+    src: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    tokens: int = TOKENS,
+    ctx: int = CTX,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> StatisticsReport:
+    """Observe the checkpoint `src` on a UTF-8 text, and write the statistics that `quantize(calibration=out)` takes.
+
+    full: with second moments of all pairs of channels, which the methods gptq and best need; they are large. tokens, in
+    sequences of ctx: of the text, spread over it. The same input gives the same bytes.
+    Raises UsageError, InputError, OutputError.
+    """
+    refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
+    progress, out = progress or Silent(), Path(out)
+    thread_count(threads)
+    tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
+    keep_apart([out], source=src, text=text)
+    with open_source(Path(src)) as source:
+        settle_declarations(source)
+        spec = spec_of(source.blobs)
+        cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
+        layout = StatisticsLayout(source, spec, cut, full=full)
+        check_target(out, layout.nbytes, overwrite=overwrite)
+        progress.start(layout.n_places)
+        with open_target(out, layout.nbytes, overwrite=overwrite, signature=layout.signature) as target:
+            digest = layout.write(target, observe(source, spec, cut.sequences, full=full, threads=threads), progress)
+    return StatisticsReport(
+        source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
+        ctx=ctx, n_places=layout.n_places, full=full, nbytes=layout.nbytes, digest=digest,
+    )  # fmt: skip

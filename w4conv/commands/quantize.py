@@ -1,0 +1,337 @@
+"""quantize: a checkpoint in, a `.w4` container out, a block of rows at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from w4conv import cpus
+from w4conv.arguments import count, optional_count
+from w4conv.calibration.imatrix import ImportanceMatrix
+from w4conv.calibration.statistics import SavedStatistics, Statistics
+from w4conv.commands.options import refuse_idle
+from w4conv.container import check_target
+from w4conv.conversion.declarations import settle_declarations
+from w4conv.conversion.plan import ConversionPlan, known_method
+from w4conv.conversion.write import write
+from w4conv.errors import InputError, UsageError
+from w4conv.files.apart import keep_apart
+from w4conv.models import check_architecture, parse_config
+from w4conv.models.generic import GENERIC, matrix_role
+from w4conv.progress import Progress, Silent
+from w4conv.quantization.recipe import DEFAULT_GROUP_SIZE, Rule, make_recipe, read_rules
+from w4conv.sources import open_source
+from w4conv.sources.base import Source
+from w4conv.sources.reading import parse_json_object, read_small
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeTotal:
+    """All tensors of one scheme; nbytes with scales, without padding between parts."""
+
+    scheme: str
+    n_tensors: int
+    n_parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion did, or with dry_run would do.
+
+    input_nbytes: all source files. output_nbytes: the container, exact. bits_per_weight: tensors with scales and row
+    padding, over all parameters. recipe: patterns and what they say, in order; with target_bpw, the first n_allocated
+    are matrices and what was chosen for them. warnings: those of the notes that say where the source contradicts
+    itself, and which reading was taken. seconds, mb_per_second (1e6 bytes of input) and digest are None after a
+    dry run.
+    """
+
+    source: str
+    source_kind: str
+    out: str
+    dry_run: bool
+    architecture: str
+    scheme: str
+    group_size: int
+    embeddings: str
+    n_tensors: int
+    n_parameters: int
+    input_nbytes: int
+    output_nbytes: int
+    bits_per_weight: float
+    schemes: tuple[SchemeTotal, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    method: str = "rtn"
+    recipe: tuple[tuple[str, Rule], ...] = ()
+    target_bpw: str | None = None
+    n_allocated: int = 0
+    seconds: float | None = None
+    mb_per_second: float | None = None
+    digest: str | None = None
+
+
+def quantize(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    scheme: str | None = None,
+    group_size: int | str | None = None,
+    embeddings: str | None = None,
+    recipe: str | None = None,
+    target_bpw: float | str | None = None,
+    method: str | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    calibration_tokens: int | None = None,
+    calibration_ctx: int | None = None,
+    requantize: bool = False,
+    threads: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    architecture: str | None = None,
+    gptq_zero15: int | None = None,
+    head: str | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
+
+    scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or "keep"
+    for linear weights; None means keep for a checkpoint in 4 bits, and a GGUF file of any types, whose very codes and
+    scales schemes of the container hold, else w4a16. group_size: 32, 64, 128 (default), 256, or "row" or 0.
+    embeddings: "int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head; None means
+    int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
+    recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
+    (quantization/recipe.py); where it says nothing, the other options count.
+    target_bpw: bits a weight, over all weights with scales, that the container shall have at most: the scheme of each
+    matrix for which no recipe names one is chosen from a menu, by how much the model loses with it
+    (calibration/sensitivity.py). It takes the place of scheme, group_size and embeddings.
+
+    method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "awq" (the same, of weights
+    whose channels are scaled by powers of two, which what comes before takes back: quantization/folding.py), "gptq"
+    (scales searched, each column rounded with the errors of those before it in mind), or "best" (of rtn, search and
+    gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which
+    activations are observed: calibration_tokens of it (16384) in sequences of calibration_ctx (512), spread over the
+    text. They keep what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
+    calibration may also be a file of statistics (statistics.calibrate), or an importance matrix of llama.cpp. Then each
+    matrix is rounded for the inputs that it has in the source; gptq and best need those with second moments; without
+    them None means awq.
+
+    requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
+    give a scheme. GGUF files need no such word, the report says what was rounded again.
+
+    architecture: "generic" converts the tensors of any model, known or not: matrices are linear weights unless their
+    names say embedding or head, all else is kept. The container says so, and cannot be run.
+
+    gptq_zero15: 16 or 0, what a stored zero point of 15 means in a GPTQ checkpoint; programs differ, so it is refused
+    unless this says it. The container records it.
+
+    head: "stored" takes lm_head.weight as the head whatever config.json says, "tied" the embedding; None does as
+    transformers: a stored head that differs from the embedding is the head, an equal one is stored once where
+    tie_word_embeddings says so. The container records it.
+
+    threads: None for as many as this process may use. out: "-" is standard output. resume: go on after the last whole
+    tensor of an interrupted conversion of this source with these options, and if this one is interrupted, leave it to
+    be resumed; layers already written are run again to calibrate the rest, but not rounded again. dry_run: plan and
+    check everything but the values, write
+    nothing.
+
+    The file appears whole under its name or not at all. The same source and options give the same bytes, resumed or
+    not. What a killed conversion to `out` has left is removed, with a note.
+    Raises UsageError, InputError (missing, damaged or unsupported source; NaN, infinity or overflow), OutputError.
+    """
+    started = time.perf_counter()
+    values = dict(locals())
+    refuse_idle("quantize", values)
+    src, out = Path(src), Path(out)
+    rules = () if recipe is None else read_rules(recipe)
+    target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
+    if scheme is not None:  # a wrong word is told before anything is opened
+        make_recipe(scheme, group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size, embeddings=embeddings)
+    if architecture not in (None, GENERIC):
+        raise UsageError(
+            f"architecture {architecture!r} is not {GENERIC}; leave it out, and config.json names the model"
+        )
+    if architecture == GENERIC and calibration is not None:
+        raise UsageError("calibration runs the model, and an architecture that is generic cannot be run: leave one out")
+    if gptq_zero15 is not None and (gptq_zero15 := count(gptq_zero15, "gptq-zero15")) not in (0, 16):
+        raise UsageError(f"gptq-zero15 is {gptq_zero15}, expected 16 or 0")
+    if head is not None and architecture == GENERIC:
+        raise UsageError(
+            "head says which matrix is the head, and an architecture that is generic has none: leave one out"
+        )
+    cpus.thread_count(threads)
+    calibration_tokens = optional_count(calibration_tokens, "calibration-tokens", low=1)
+    calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
+    keep_apart([out], source=src, calibration=calibration, recipe=recipe if rules else None)
+    generic = architecture == GENERIC
+    seen: tuple[Path, int | None, int | None] | Statistics | None = None
+    if calibration is not None:
+        seen = _open_calibration(Path(calibration), calibration_tokens, calibration_ctx)
+    if not generic:
+        _check_architecture(src)
+    with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
+        if gptq_zero15 is not None and source.gptq_zero15 is None:
+            raise UsageError(
+                f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
+            )
+        if not generic:
+            _check_config(source)
+            settle_declarations(source, head)
+        if scheme is None:
+            asked = requantize or any(
+                word is not None for word in (group_size, method, calibration, recipe, target_bpw)
+            )
+            scheme = _default_scheme(source, requantize=asked)
+        size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+        made = make_recipe(scheme, group_size=size, embeddings=embeddings, rules=rules)
+        progress = progress or Silent()
+        plan = ConversionPlan(
+            source,
+            made,
+            _method(method, seen),
+            seen,
+            target,
+            generic=generic,
+            head=head,
+            threads=threads,
+            progress=progress,
+        )
+        refuse_idle("quantize", values | {"rounds_again": bool(plan.rounded_again)})
+        check_target(out, plan.layout.file_nbytes, overwrite=overwrite)
+        if dry_run:
+            return _report(plan, out)
+        digest, notes = write(plan, out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
+    return _report(plan, out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
+
+
+def _default_scheme(source: Source, *, requantize: bool) -> str:
+    """What a source gets when no scheme is named. requantize: an option already says that weights are to be rounded."""
+    quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) >= 2]
+    linear = [t for t in quantized if matrix_role(t.name) == "linear"]
+    if not quantized or requantize:
+        return "w4a16"
+    if linear and all(t.coding is not None and t.coding.bits == 4 for t in linear):
+        return "keep"
+    if source.kind == "gguf":
+        return "keep" if linear and all(t.coding is not None for t in quantized) else "w4a16"
+    first = next((t for t in linear if t.coding is None or t.coding.bits != 4), quantized[0])
+    kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
+    raise UsageError(
+        f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
+        f"exactly. Give --requantize to round them a second time to w4a16, or --scheme keep to store them {kept}"
+    )
+
+
+def _check_architecture(src: Path) -> None:
+    """Before anything else of a directory is read; what cannot be read is told where it is."""
+    path = src / "config.json"
+    if not path.is_file():
+        return
+    try:
+        check_architecture(parse_json_object(read_small(path), str(path), allow_nan=True))
+    except InputError as error:
+        raise InputError(f"{src}: {error}. With --architecture generic it is converted, but cannot be run") from None
+
+
+def _check_config(source: Source) -> None:
+    """That w4conv knows the model."""
+    where = f"{source.path}: config.json"
+    config = parse_json_object(source.blobs["config.json"], where, allow_nan=True)
+    try:
+        parse_config(config)
+    except InputError as error:
+        raise InputError(
+            f"{source.path}: {error}. With --architecture generic it is converted, but cannot be run"
+        ) from None
+
+
+def _target(bpw: float | str, *others: object) -> Decimal:
+    if any(word is not None for word in others):
+        raise UsageError("target-bpw chooses the schemes: leave out scheme, group-size and embeddings, or use a recipe")
+    try:
+        target = Decimal(str(bpw))
+    except ArithmeticError:
+        target = Decimal("NaN")
+    if not target.is_finite() or target <= 0:
+        raise UsageError(f"target-bpw is {bpw!r}, expected a number of bits such as 4.5")
+    return target.normalize()
+
+
+def _open_calibration(
+    path: Path, tokens: int | None, ctx: int | None
+) -> tuple[Path, int | None, int | None] | Statistics:
+    head = _first_bytes(path)
+    is_importance_matrix = head.startswith(b"GGUF")
+    if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
+        return path, tokens, ctx
+    if tokens is not None or ctx is not None:
+        raise UsageError(
+            f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"
+        )
+    return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
+
+
+def _first_bytes(path: Path) -> bytes:
+    """9 of them; none of a pipe, which can be read once only, nor of what cannot be opened, which is told later."""
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as stream:
+            return stream.read(9)
+    except OSError:
+        return b""
+
+
+def _method(method: str | None, calibration: object) -> str:
+    chosen = ("rtn" if calibration is None else "best") if method is None else method
+    if method is None and isinstance(calibration, Statistics) and not calibration.full:
+        chosen = "awq"
+    known_method(chosen)
+    if chosen == "rtn" and calibration is not None:
+        raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
+    if chosen != "rtn" and calibration is None:
+        raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
+    return chosen
+
+
+def _report(
+    plan: ConversionPlan, out: Path, *, notes: tuple[str, ...] = (), seconds: float | None = None,
+    digest: str | None = None,
+) -> ConversionReport:  # fmt: skip
+    tensors = list(plan.layout.tensors.values())
+    totals: dict[str, SchemeTotal] = {}
+    for t in tensors:
+        old = totals.get(str(t.scheme), SchemeTotal(str(t.scheme), 0, 0, 0))
+        totals[old.scheme] = SchemeTotal(
+            old.scheme, old.n_tensors + 1, old.n_parameters + t.n_values, old.nbytes + t.nbytes
+        )
+    n_parameters = sum(t.n_values for t in tensors)
+    input_nbytes = sum(plan.file_nbytes)
+    return ConversionReport(
+        source=str(plan.source.path),
+        source_kind=plan.source.kind,
+        out=str(out),
+        dry_run=digest is None,
+        architecture=plan.model.architecture,
+        scheme=plan.recipe.scheme,
+        group_size=plan.recipe.group_size,
+        embeddings=plan.recipe.embeddings,
+        n_tensors=len(tensors),
+        n_parameters=n_parameters,
+        input_nbytes=input_nbytes,
+        output_nbytes=plan.layout.file_nbytes,
+        bits_per_weight=8 * sum(t.nbytes for t in tensors) / n_parameters,
+        schemes=tuple(totals.values()),
+        notes=(*plan.notes, *notes),
+        warnings=plan.source.warnings,
+        method=plan.method,
+        recipe=plan.recipe.rules,
+        target_bpw=None if plan.target is None else str(plan.target),
+        n_allocated=plan.n_allocated,
+        seconds=seconds,
+        mb_per_second=input_nbytes / seconds / 1e6 if seconds else None,
+        digest=digest,
+    )

@@ -1,0 +1,1 @@
+"""A checkpoint becomes a container: planned, then written a block of rows at a time."""

@@ -1,0 +1,1 @@
+"""Files as such: mapped for reading, written whole or not at all, their digests."""

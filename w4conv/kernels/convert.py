@@ -1,0 +1,138 @@
+"""Values to codes, bit for bit the reference; and coded matrices compared with values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from w4conv import _native, codes
+from w4conv.errors import UsageError
+from w4conv.kernels.multiply import matrix_parts
+from w4conv.kernels.pool import as_bytes, native_pool
+from w4conv.scheme import KEPT_ONLY, TILE_ROWS, QuantScheme
+
+Array = npt.NDArray[np.generic]
+F32Array = npt.NDArray[np.float32]
+VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+
+
+class BadValueError(ValueError):
+    """A value that cannot be coded. `reason` says what, `row` and `column` where in the block."""
+
+    def __init__(self, reason: str, row: int, column: int) -> None:
+        super().__init__(f"{reason} at row {row}, column {column}")
+        self.reason, self.row, self.column = reason, row, column
+
+
+class PackedRows(NamedTuple):
+    """codes: (n_tiles, n_lines, 16) uint32; scales: (n_tiles, n_groups, 16) float16; zero_points: uint8 of the same
+    shape for int4z, else None.
+
+    n_underflowed: groups of nonzero values whose scale is zero in FP16, so that all their levels are zero.
+    """
+
+    codes: npt.NDArray[np.uint32]
+    scales: npt.NDArray[np.float16]
+    zero_points: npt.NDArray[np.uint8] | None
+    n_underflowed: int
+
+    def parts(self) -> dict[str, Array]:
+        """By the names of w4-codes 4, in their order."""
+        parts: dict[str, Array] = {"codes": self.codes, "scales": self.scales}
+        return parts if self.zero_points is None else parts | {"zero_points": self.zero_points}
+
+
+def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
+    """The nearest codes of (n_rows, n_columns) values, bit for bit `quantization.reference`.
+
+    values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
+    (16 rows) may be coded one after another and concatenated. Raises BadValueError.
+    """
+    if scheme.is_float or scheme.kind in KEPT_ONLY or scheme.scale_dtype != "f16":
+        raise UsageError(f"no native quantizer for scheme {scheme}")
+    return _convert(values, dtype, scheme, threads)
+
+
+def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> npt.NDArray[np.uint32]:
+    """Values as tiled f16, bf16 or f32 lines (n_tiles, n_lines, 16), rounded half to even where the type narrows.
+
+    Raises BadValueError for NaN, infinity, and values that the new type cannot hold.
+    """
+    return _convert(values, dtype, scheme, threads).codes
+
+
+def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None) -> PackedRows:
+    n_rows, n_columns = values.shape
+    if values.dtype != VALUE_DTYPES[dtype]:
+        raise TypeError(f"values of dtype {dtype} are {VALUE_DTYPES[dtype]} arrays, not {values.dtype}")
+    n_tiles = codes.n_tiles(n_rows)
+    n_lines = -(-n_columns // scheme.columns_per_dword)
+    lines = np.empty((n_tiles, n_lines, TILE_ROWS), np.uint32)
+    scales = np.empty((n_tiles, scheme.n_groups(n_columns), TILE_ROWS), np.float16)
+    zero_points = np.empty(scales.shape, np.uint8) if scheme.kind == "int4z" else None
+    if lines.size == 0:
+        return PackedRows(lines, scales, zero_points, 0)
+    reason, row, column, n_underflowed = _native.convert(
+        native_pool(threads),
+        as_bytes(values),
+        dtype,
+        n_rows,
+        n_columns,
+        scheme.kind,
+        scheme.group_size,
+        as_bytes(lines),
+        as_bytes(scales),
+        np.empty(0, np.uint8) if zero_points is None else as_bytes(zero_points),
+    )
+    if reason:
+        raise BadValueError(reason, row, column)
+    return PackedRows(lines, scales, zero_points, n_underflowed)
+
+
+class Difference(NamedTuple):
+    """Of y from x, with e = y - x. sums: float64 (3, n_rows, n_groups), of each row and group x * x, e * e, x * e.
+
+    largest: |e|, NaN where there is one. equal: every x == y. remade: whether round-to-nearest, or packing, makes the
+    very bytes of the values; False where that was not asked.
+    """
+
+    sums: npt.NDArray[np.float64]
+    largest: float
+    equal: bool
+    remade: bool = False
+
+
+def compare(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> Difference:
+    """x, y: (n_rows, n_columns), with one column or more. The order of the sums is fixed: w4conv/kernels.h."""
+    sums = np.empty((3, len(x), -(-x.shape[1] // group_size)))
+    x, y = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(y, np.float32)
+    return Difference(sums, *_native.compare(native_pool(threads), x, y, group_size, sums))
+
+
+def compare_with_source(
+    values: Array,
+    dtype: str,
+    scheme: QuantScheme,
+    parts: Mapping[str, Array],
+    group_size: int,
+    *,
+    remake: bool,
+    threads: int | None = None,
+) -> Difference:
+    """A coded matrix, y, and the values that it was made of, x (n_rows, n_columns), as `quantize_rtn` takes them.
+
+    The same as `compare` with `dequantize`, and as `quantize_rtn` or `pack_float` for `remade`, in one pass over
+    memory. remake: only for schemes that these make.
+    """
+    n_rows, n_columns = values.shape
+    if not values.size:
+        return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, remade=remake)
+    sums = np.empty((3, n_rows, -(-n_columns // group_size)))
+    found = _native.compare_with_source(
+        native_pool(threads), as_bytes(values), dtype,
+        matrix_parts(scheme, (n_rows, n_columns), parts), remake, group_size, sums,
+    )  # fmt: skip
+    return Difference(sums, *found)
