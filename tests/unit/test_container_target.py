@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from w4conv.container import STDOUT, check_target, open_target
 from w4conv.errors import OutputError
+from w4conv.files.target import STDOUT, check_target, open_target
 
 
 def put(

@@ -27,7 +27,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("calibration",),
     ("conversion", "exports"),
     ("commands",),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 
 

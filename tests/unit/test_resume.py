@@ -13,9 +13,9 @@ import pytest
 from helpers import make_llama_dir
 
 from w4conv.commands.quantize import ConversionReport, quantize
-from w4conv.container import check_target, open_container, open_target
+from w4conv.container import open_container
 from w4conv.errors import OutputError, UsageError
-from w4conv.files.target import partial_of
+from w4conv.files.target import check_target, open_target, partial_of
 
 
 class Stop:

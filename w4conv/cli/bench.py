@@ -82,8 +82,8 @@ def bench(
     of the command.
     """
     from w4conv.commands.bench import bench as measure
-    from w4conv.container import check_target, open_target
     from w4conv.files.apart import keep_apart, keep_origin
+    from w4conv.files.target import check_target, open_target
 
     if json + as_csv + markdown + (html in ("-", "/dev/stdout")) > 1:
         raise UsageError("--json, --csv, --md and a report on standard output exclude one another")

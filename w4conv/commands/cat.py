@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.commands.options import refuse_idle
-from w4conv.container import STDOUT, Container, TensorInfo, open_container, open_stream, open_target
+from w4conv.container import Container, TensorInfo, open_container, open_stream
 from w4conv.errors import UsageError
 from w4conv.files.apart import keep_apart, keep_origin
+from w4conv.files.target import STDOUT, open_target
 from w4conv.scheme import TILE_ROWS
 
 NPY: Final = b"\x93NUMPY"

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
-from w4conv.container import STDOUT, Container, TensorInfo, is_container, open_container, open_stream
+from w4conv.container import Container, TensorInfo, is_container, open_container, open_stream
 from w4conv.errors import InputError
+from w4conv.files.target import STDOUT
 from w4conv.measure.distortion import Distortion, DistortionMeter
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import folded_as_recorded

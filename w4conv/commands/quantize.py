@@ -14,12 +14,12 @@ from w4conv.arguments import count, optional_count
 from w4conv.calibration.imatrix import ImportanceMatrix
 from w4conv.calibration.statistics import SavedStatistics, Statistics
 from w4conv.commands.options import refuse_idle
-from w4conv.container import check_target
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.conversion.plan import ConversionPlan, known_method
 from w4conv.conversion.write import write
 from w4conv.errors import InputError, UsageError
 from w4conv.files.apart import keep_apart
+from w4conv.files.target import check_target
 from w4conv.models import check_architecture, parse_config
 from w4conv.models.generic import GENERIC, matrix_role
 from w4conv.progress import Progress, Silent

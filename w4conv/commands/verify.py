@@ -13,9 +13,10 @@ from typing import Any
 from w4conv import cpus
 from w4conv.arguments import optional_count, real
 from w4conv.commands.options import has_integers, refuse_idle
-from w4conv.container import STDOUT, Container, open_container, open_stream
+from w4conv.container import Container, open_container, open_stream
 from w4conv.conversion.declarations import HEADS, settle_declarations
 from w4conv.errors import FormatError, InputError, UsageError
+from w4conv.files.target import STDOUT
 from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
 from w4conv.measure.layer_errors import LayerError, LayerErrors

@@ -1,7 +1,7 @@
 """The `.w4` file: plan, write, open and check it (`formats/w4-container.md`)."""
 
 from w4conv.container.journal import Journal, stamp
-from w4conv.container.layout import Part, TensorInfo, TensorPlan
+from w4conv.container.layout import SIGNATURE, Part, TensorInfo, TensorPlan
 from w4conv.container.plan import Layout, plan
 from w4conv.container.reader import (
     Container,
@@ -13,10 +13,9 @@ from w4conv.container.reader import (
     read_header,
 )
 from w4conv.container.writer import Writer
-from w4conv.files.target import STDOUT, check_target, lock_output, open_target
 
 __all__ = [
-    "STDOUT",
+    "SIGNATURE",
     "Container",
     "ContainerHeader",
     "Journal",
@@ -25,13 +24,10 @@ __all__ = [
     "TensorInfo",
     "TensorPlan",
     "Writer",
-    "check_target",
     "is_container",
     "is_stream",
-    "lock_output",
     "open_container",
     "open_stream",
-    "open_target",
     "plan",
     "read_header",
     "stamp",

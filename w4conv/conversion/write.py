@@ -12,11 +12,11 @@ import numpy.typing as npt
 from w4conv import codes, kernels
 from w4conv.calibration.calibrator import Calibrator, StatisticsCalibrator, TextCalibrator
 from w4conv.calibration.statistics import Statistics
-from w4conv.container import Journal, Writer, open_target, stamp
+from w4conv.container import SIGNATURE, Journal, Writer, stamp
 from w4conv.conversion.plan import ConversionPlan
 from w4conv.errors import InputError
 from w4conv.files.digests import FileDigests
-from w4conv.files.target import Target
+from w4conv.files.target import Target, open_target
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import Solution
 from w4conv.scheme import QuantScheme
@@ -35,7 +35,7 @@ def write(
     sources = stamp(plan.source.files)
     with (
         FileDigests(plan.source.files) as digests,
-        open_target(out, plan.layout.file_nbytes, overwrite=overwrite, resume=resume) as target,
+        open_target(out, plan.layout.file_nbytes, overwrite=overwrite, resume=resume, signature=SIGNATURE) as target,
     ):
         writer = Writer(target, plan.layout, log=Journal(target, plan.layout, sources))
         kept = set(itertools.takewhile(lambda name: name != writer.due, plan.layout.tensors))

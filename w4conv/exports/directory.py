@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from w4conv.container import STDOUT, lock_output
 from w4conv.errors import OutputError, UsageError
+from w4conv.files.target import STDOUT, lock_output
 
 LEFTOVER: Final = "what an interrupted export had left was cleaned up"
 # What a directory may hold to count as a model, so that --overwrite never removes anything else.

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.container import TensorInfo, check_target, open_target
+from w4conv.container import TensorInfo
 from w4conv.errors import InputError
 from w4conv.exports.directory import LEFTOVER
 from w4conv.exports.gguf_blocks import BLOCK_TYPES, BY_NAME
@@ -35,6 +35,7 @@ from w4conv.exports.huggingface import checked_blocks
 from w4conv.exports.model import CodedRows, ExportModel
 from w4conv.exports.packed import exponents, offsets, signed_zeros, spread
 from w4conv.exports.plan import FLOAT_WORDS, Exported, FileSize, FloatWriter, Options, Output, Plan
+from w4conv.files.target import check_target, open_target
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.progress import Progress
 from w4conv.sources.gguf import stored_rows

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from w4conv.container import open_target
 from w4conv.exports.directory import LEFTOVER, check_directory, open_directory
 from w4conv.exports.model import ExportModel
 from w4conv.exports.plan import Exported, FileSize, Options, Output, Plan
 from w4conv.files.strict_json import has_special_floats, made_strict, to_json
+from w4conv.files.target import open_target
 from w4conv.progress import Progress
 
 _ITEMSIZES: Final = {"F32": 4, "I32": 4, "U32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8": 1}

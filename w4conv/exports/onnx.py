@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
-from w4conv.container import TensorInfo, open_target
+from w4conv.container import TensorInfo
 from w4conv.errors import InputError, UsageError
 from w4conv.exports.directory import LEFTOVER, check_directory, open_directory
 from w4conv.exports.huggingface import checked_blocks, plain_config
@@ -30,6 +30,7 @@ from w4conv.exports.packed import unsigned
 from w4conv.exports.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.files.blobs import json_object
 from w4conv.files.strict_json import to_json
+from w4conv.files.target import open_target
 from w4conv.models.rope import RopeSpec
 from w4conv.models.spec import TensorSpec
 from w4conv.progress import Progress

@@ -20,7 +20,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol
 
-from w4conv.container.layout import SIGNATURE
 from w4conv.errors import OutputError
 
 STDOUT = Path("-")
@@ -116,14 +115,15 @@ def partial_of(path: Path) -> Path:
 
 @contextmanager
 def open_target(
-    path: Path, nbytes: int, *, overwrite: bool = False, resume: bool = False, signature: bytes = SIGNATURE
+    path: Path, nbytes: int, *, overwrite: bool = False, resume: bool = False, signature: bytes | None = None
 ) -> Iterator[Target]:
     """A sink for `nbytes` bytes that become the file `path` when the block ends without an exception.
 
     A file is written under the name `partial_of(path)`, synced, cut to `nbytes`, and renamed; whatever is raised in
     between, KeyboardInterrupt too, removes it. A link is followed. `-` is standard output; it, FIFOs and devices are
     written straight. resume: take over what a killed process left, and leave what there is when something is raised.
-    signature: what the file begins with, by which a leftover is told from somebody's file of that name.
+    signature: what the file begins with, by which a leftover is told from somebody's file of that name; with None, no
+    file is taken for a leftover.
 
     Raises OutputError, also when another process is writing to `path`.
     """
@@ -169,7 +169,7 @@ def open_target(
         ) from error
 
 
-def _claim(path: Path, partial: Path, signature: bytes, *, resume: bool) -> tuple[FileIO, bool]:
+def _claim(path: Path, partial: Path, signature: bytes | None, *, resume: bool) -> tuple[FileIO, bool]:
     """The file `partial`, open and locked, and whether a leftover was removed for it."""
     removed = False
     while True:
@@ -217,12 +217,14 @@ def lock_output(descriptor: int, path: Path, partial: Path, *, ours: bool) -> bo
     return os.path.samestat(named, os.fstat(descriptor))
 
 
-def _check_leftover(file: FileIO, partial: Path, signature: bytes) -> None:
+def _check_leftover(file: FileIO, partial: Path, signature: bytes | None) -> None:
     """Raise OutputError when a file of our name is not ours to remove."""
     status = os.fstat(file.fileno())
-    head = os.pread(file.fileno(), len(signature), 0) if stat.S_ISREG(status.st_mode) else b"?"
-    # After a power cut the file may have its size, but zeros for its content.
-    if status.st_nlink != 1 or not (signature.startswith(head) or not any(head)):
+    is_ours = False
+    if signature is not None and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        head = os.pread(file.fileno(), len(signature), 0)
+        is_ours = signature.startswith(head) or not any(head)  # after a power cut its content may be zeros
+    if not is_ours:
         raise OutputError(f"{partial} is in the way, and w4conv has not left it there. Move it elsewhere")
 
 

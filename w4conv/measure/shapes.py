@@ -10,8 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from w4conv import codes
-from w4conv.container import Layout, TensorPlan, Writer, open_target, plan
+from w4conv.container import SIGNATURE, Layout, TensorPlan, Writer, plan
 from w4conv.errors import UsageError
+from w4conv.files.target import open_target
 from w4conv.models import parse_config
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.recipe import make_recipe
@@ -73,7 +74,7 @@ class RandomWeights:
         noise = rng.integers(0, 256, NOISE_NBYTES, np.uint8)
         small = rng.standard_normal(NOISE_NBYTES // 4).astype(np.float32) * np.float32(0.02)
         narrowed = {"f32": small, "f16": small.astype(np.float16), "bf16": codes.f32_to_bf16(small)}
-        with open_target(path, self.layout.file_nbytes) as target:
+        with open_target(path, self.layout.file_nbytes, signature=SIGNATURE) as target:
             writer = Writer(target, self.layout)
             progress.start(self.layout.file_nbytes)
             for t in self._tensors:
