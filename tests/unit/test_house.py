@@ -65,6 +65,65 @@ def test_imports_run_one_way() -> None:
     assert checked > 50
 
 
+def module_imports() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, for types only too. Without the package itself, whose names
+    are lazy."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {full if full in modules else node.module for full in inside.values()}
+        found[module] = (names & set(modules)) - {module, "w4conv"}
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import one another, directly or by way of others: the strongly connected components (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(edges[module]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            at = stack.index(module)
+            component = stack[at:]
+            del stack[at:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in sorted(edges):
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    edges = module_imports()
+    assert len(edges) > 100
+    assert not circles(edges)
+
+
+def test_a_circle_is_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a", "e"}}
+    assert circles(edges) == [["d", "e"], ["a", "b", "c"]]
+
+
 @pytest.mark.parametrize("library", ["typer", "tqdm", "click"])
 def test_terminal_libraries_stay_in_cli(library: str) -> None:
     users = {room for _, room, target in imports() if target == f":{library}"}
