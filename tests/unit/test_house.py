@@ -15,7 +15,7 @@ import w4conv
 PACKAGE = Path(w4conv.__file__).parent
 # Rooms, and the modules beside them, lowest first. A room imports from itself and from what stands before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("arrays", "errors", "progress"),
     ("arguments", "elementary", "scheme", "sizes", "workers"),
     ("codes", "cpus"),
     ("files",),

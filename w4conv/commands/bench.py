@@ -18,6 +18,7 @@ import numpy as np
 
 from w4conv import cpus, kernels
 from w4conv.arguments import count, optional_count
+from w4conv.arrays import F64Array
 from w4conv.commands.options import has_integers, refuse_idle
 from w4conv.commands.quantize import quantize
 from w4conv.container import Container, open_container
@@ -25,7 +26,7 @@ from w4conv.errors import UsageError
 from w4conv.measure.bandwidth import peak_gmacs, read_gbs
 from w4conv.measure.counters import Counters, difference
 from w4conv.measure.machine import Machine, available_memory
-from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
+from w4conv.measure.perplexity import Estimate, Increase, estimate, increase, token_nlls
 from w4conv.measure.shapes import RandomWeights
 from w4conv.measure.text_windows import TextWindows, cut_text, settle
 from w4conv.progress import Progress, Silent

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Bytes
 from w4conv.container.layout import PART_ALIGNMENT, Part, TensorInfo, digest, round_up
 from w4conv.errors import FormatError
 from w4conv.progress import Progress, Silent
 from w4conv.scheme import TILE_ROWS
 from w4conv.workers import Workers
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Parts(Protocol):
