@@ -13,7 +13,7 @@ from w4conv import codes
 from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import config_of
 from w4conv.models import parse_config
-from w4conv.sources.base import PLAIN, Source
+from w4conv.sources.base import Source
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -99,7 +99,7 @@ def _of_types(config: Mapping[str, Any], source: Source) -> Iterator[str]:
     if None not in names and names[0] != names[1]:
         yield f"config.json has dtype {_word(names[0])} and torch_dtype {_word(names[1])}; transformers takes dtype."
     declared = next((name for name in names if name is not None), None)
-    found = {t.dtype for t in source.tensors.values() if len(t.shape) > 1 and t.stored_as in PLAIN}
+    found = {t.dtype for t in source.tensors.values() if len(t.shape) > 1 and not t.is_quantized}
     if source.kind != "gguf" and isinstance(declared, str) and declared in DTYPES and found - {DTYPES[declared]}:
         yield (
             f"config.json says that weights are {declared}, but matrices are stored as {', '.join(sorted(found))}: "

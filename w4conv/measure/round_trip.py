@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import Array
 from w4conv.container import Container, TensorInfo
 from w4conv.errors import InputError
 from w4conv.files.blobs import config_of
@@ -26,8 +27,6 @@ KEPT_METHOD: Final = "keep"  # codes and scales of the source, as they are
 REPEATABLE_METHOD: Final = "rtn"  # the others depend on a text that the container does not hold
 SAME_IN_GGUF: Final = (("gguf", "MistralForCausalLM", "LlamaForCausalLM"),)  # without windows they compute alike
 _BLOCK_VALUES: Final = 1 << 22  # values compared at a time: 16 MB of float32 where a source has to make them
-
-Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)

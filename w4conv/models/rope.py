@@ -9,12 +9,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F64Array
 from w4conv.models.config import MAX_HEAD_DIM, MAX_POSITIONS, Config
 
 SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ALIASES: Final = {"su": "longrope"}
-
-F64Array = npt.NDArray[np.float64]
 
 
 class RopeTable(NamedTuple):

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.errors import InputError
+from w4conv.arrays import VALUE_DTYPES
+from w4conv.errors import InputError, listed
 from w4conv.files.blobs import parse_text
 from w4conv.files.mapped import MappedFile
 from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.reading import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
-    VALUE_DTYPES,
     parse_json_object,
     read_small,
     row_range,
@@ -188,7 +188,7 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
             parse_text(blobs[TOOL_TEMPLATE], str(path))
             files.append(path)
     if others := [path.name for path in more if path.name != "tool_use.jinja"]:
-        notes.append(f"Left aside, of additional_chat_templates: {_listed(others)}.")
+        notes.append(f"Left aside, of additional_chat_templates: {listed(sorted(others), most=4)}.")
 
     warnings = []
     index, weight_map = (None, None) if (directory / SINGLE).exists() else _find_index(directory)
@@ -202,10 +202,10 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
     if other_indexes and aside:
         warnings.append(
             f"There is more than one set of weights. As in transformers, {named_by} the weights; left aside: "
-            f"{_listed(other_indexes)}; {_listed(aside)}."
+            f"{listed(sorted(other_indexes), most=4)}; {listed(sorted(aside), most=4)}."
         )
     elif aside or other_indexes:
-        notes.append(f"Left aside, as {named_by} the weights: {_listed(aside | other_indexes)}.")
+        notes.append(f"Left aside, as {named_by} the weights: {listed(sorted(aside | other_indexes), most=4)}.")
 
     found = _read_shards(directory, weights, weight_map)
     mapped = {id(file): file for file, _ in found.values()}.values()
@@ -240,13 +240,15 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
         found = {name: place for name, place in found.items() if name not in raw.used}
         warnings += raw.warnings
         if raw.activations:
-            notes.append(f"Left out, as activations are not rounded to 8 bits here: {_listed(raw.activations)}.")
+            notes.append(
+                f"Left out, as activations are not rounded to 8 bits here: {listed(sorted(raw.activations), most=4)}."
+            )
         if both := sorted(packed.keys() & found.keys()):
             raise InputError(f"{directory}: {both[0]} is stored twice, plain and as {kind}")
     _refuse_packed(found, directory)
     entries = {name: place for name, place in found.items() if place[1].dtype in VALUE_DTYPES}
     if ignored := {f"{name} ({place[1].dtype})" for name, place in found.items() if name not in entries}:
-        notes.append(f"Left out, as no weight is stored in such a dtype: {_listed(ignored)}.")
+        notes.append(f"Left out, as no weight is stored in such a dtype: {listed(sorted(ignored), most=4)}.")
     endings = TRANSPOSED.get(str(config.get("model_type")), ())
     transposed = frozenset(n for n, (_, e) in entries.items() if endings and n.endswith(endings) and len(e.shape) == 3)
     source = HuggingFaceSource(
@@ -336,7 +338,7 @@ def _check_is_model(directory: Path) -> None:
             f"{directory}: no safetensors weights, but GGUF files; name one of them: {directory / ggufs[0]}"
         )
     if not has_model and (pickles := {n for n in names if n.endswith(PICKLE_SUFFIXES)}):
-        raise InputError(f"{directory}: the only weights are {_listed(pickles)}. {PICKLE_ADVICE}")
+        raise InputError(f"{directory}: the only weights are {listed(sorted(pickles), most=4)}. {PICKLE_ADVICE}")
     missing = (
         CONFIG
         if has_model
@@ -364,7 +366,7 @@ def _find_index(directory: Path) -> tuple[str, dict[str, str]] | tuple[None, Non
     if not indexes:
         return None, None
     if INDEX not in indexes and len(indexes) > 1:
-        raise InputError(f"{directory}: which index is meant? There are {_listed(indexes)}; keep one")
+        raise InputError(f"{directory}: which index is meant? There are {listed(sorted(indexes), most=4)}; keep one")
     index = INDEX if INDEX in indexes else indexes[0]
     return index, _weight_map(directory / index)
 
@@ -375,9 +377,12 @@ def _single_file(directory: Path) -> list[str]:
     if SINGLE in names:
         return [SINGLE]
     if any("-of-" in n for n in names):
-        raise InputError(f"{directory}: shards ({_listed(names)}) without {INDEX}; download it too")
+        raise InputError(f"{directory}: shards ({listed(sorted(names), most=4)}) without {INDEX}; download it too")
     if len(names) > 1:
-        raise InputError(f"{directory}: which weights are meant? There are {_listed(names)}; name one of them {SINGLE}")
+        raise InputError(
+            f"{directory}: which weights are meant? There are {listed(sorted(names), most=4)}; "
+            f"name one of them {SINGLE}"
+        )
     return names
 
 
@@ -405,7 +410,7 @@ def _read_shards(
     if missing := [s for s in shards if not (directory / s).exists()]:
         raise InputError(
             f"{directory}: {len(missing)} of {len(shards)} shards that the index names are missing: "
-            f"{_listed(missing)}; download them"
+            f"{listed(sorted(missing), most=4)}; download them"
         )
     out: dict[str, tuple[MappedFile, Entry]] = {}
     for shard in shards:
@@ -414,15 +419,15 @@ def _read_shards(
             if name in out:
                 raise InputError(f"{directory}: {name} is in two shards, {out[name][0].path.name} and {shard}")
             if weight_map is not None and weight_map.get(name) != shard:
-                listed = f"puts it into {weight_map[name]}" if name in weight_map else "does not list it"
+                said = f"puts it into {weight_map[name]}" if name in weight_map else "does not list it"
                 raise InputError(
-                    f"{directory / shard}: {name}: the index {listed}; index and shards do not belong together, "
+                    f"{directory / shard}: {name}: the index {said}; index and shards do not belong together, "
                     "download them again"
                 )
             out[name] = file, entry
     if absent := sorted(set(weight_map or ()) - set(out)):
         raise InputError(
-            f"{directory}: tensors that the index names are in no shard: {_listed(absent)}; "
+            f"{directory}: tensors that the index names are in no shard: {listed(sorted(absent), most=4)}; "
             "index and shards do not belong together, download them again"
         )
     return out
@@ -471,11 +476,5 @@ def _without_buffers(
     """Without what follows from the config and old checkpoints carry nevertheless."""
     left = {name for name in found if BUFFER.search(name)}
     if left:
-        notes.append(f"Left out, as they follow from the config: {_listed(left)}.")
+        notes.append(f"Left out, as they follow from the config: {listed(sorted(left), most=4)}.")
     return {name: place for name, place in found.items() if name not in left}
-
-
-def _listed(names: Iterable[str]) -> str:
-    """A few names, and how many more."""
-    names = sorted(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

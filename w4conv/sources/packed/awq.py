@@ -15,10 +15,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import Array, F32Array
 from w4conv.sources.packed.base import (
     FLOATS,
-    Array,
-    F32Array,
     PackedTensor,
     RawTensors,
     fields,

@@ -12,22 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import VALUE_DTYPES, Array, F32Array
 from w4conv.errors import InputError
 from w4conv.files.mapped import MappedFile
 from w4conv.scheme import GROUP_SIZES, QuantScheme
 from w4conv.sources.base import CodedRows
 from w4conv.sources.safetensors import Entry
 
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
-
 _NUMPY: Final[Mapping[str, np.dtype[Any]]] = {
-    "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4"),
+    **VALUE_DTYPES,
     "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
     "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E8M0": np.dtype("u1"),
     "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
 }  # fmt: skip
-FLOATS: Final = ("F16", "BF16", "F32")
+FLOATS: Final = tuple(VALUE_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
-from w4conv.sources.packed.base import F32Array, PackedTensor, RawTensors, packed_tensor
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import PackedTensor, RawTensors, packed_tensor
 from w4conv.sources.reading import parse_json_object
 
 STATE: Final = ".quant_state.bitsandbytes__"

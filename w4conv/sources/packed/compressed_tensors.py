@@ -19,8 +19,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F32Array
 from w4conv.sources.packed import fp8
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, packed_tensor
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, packed_tensor
 
 FORMATS: Final = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")
 

@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors
 
 
 def _e4m3() -> npt.NDArray[np.float32]:

@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, integer, packed_tensor
 
 MAX_PATTERN: Final = 500
 
