@@ -18,6 +18,7 @@ from w4conv.calibration.statistics import HEAD as HEAD_PLACE
 from w4conv.calibration.statistics import Statistics, observe
 from w4conv.calibration.text import CTX, TOKENS, CalibrationText, read_calibration
 from w4conv.container import Layout, TensorPlan, plan
+from w4conv.conversion.missing import explain_missing
 from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import config_of, parse_json_object
 from w4conv.models import parse_config
@@ -270,7 +271,8 @@ class ConversionPlan:
         stored = self.source.tensors
         missing = [name for name in needed if name not in stored]
         if missing:
-            raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. Fetch the checkpoint again")
+            why = explain_missing(missing, stored.keys(), self.model.architecture)
+            raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. {why}")
         extra = [name for name in stored if name not in needed]
         if zeros := [name for name in extra if name.endswith(".bias") and not self.source.read(name).any()]:
             extra = [name for name in extra if name not in zeros]
