@@ -18,16 +18,17 @@ _FUSED: Final = {
 _TRAINING: Final = ("optimizer.", "exp_avg", "ema.", "scheduler.")
 
 
-def explain_missing(missing: Sequence[str], stored: Collection[str], architecture: str) -> str:
+def explain_missing(needed: Collection[str], stored: Collection[str], architecture: str) -> str:
     """A sentence or two: what the stored names say, and what to do. Every weight file is complete, so that fetching the
-    checkpoint again would change nothing. missing: not empty, in the order of the model."""
+    checkpoint again would change nothing. needed: of the model, in its order; not all of them are stored."""
+    missing = [name for name in needed if name not in stored]
     if not stored:
         return "The weight files hold no tensors"
     if prefix := _other_prefix(missing, stored):
         have, want = prefix
         return (
-            f"They are there under other names: {have} stands where {architecture} has {want or 'nothing'}. The "
-            "weights are a part of a larger model, or were saved out of a wrapper: save the language model by itself"
+            f"They are there under other names: {have}NAME, expected {want}NAME. The weights are a part of a larger "
+            "model, or were saved out of a wrapper: save the language model by itself"
         )
     if (moe := _experts(missing, stored)) or (moe := _fused(missing, stored)):
         return moe
@@ -41,7 +42,7 @@ def explain_missing(missing: Sequence[str], stored: Collection[str], architectur
         )
     if any(part in name for name in stored for part in _TRAINING):
         return "The file holds the state of a training run. Save the model alone (in transformers: save_pretrained)"
-    if not lost & last and not any(name in stored for name in ("model.norm.weight", "model.embed_tokens.weight")):
+    if len(missing) == len(needed):
         example = ", ".join(sorted(stored)[:2])
         return (
             f"The stored names are those of another architecture than {architecture} ({example}): config.json does not "

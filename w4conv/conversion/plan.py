@@ -271,7 +271,7 @@ class ConversionPlan:
         stored = self.source.tensors
         missing = [name for name in needed if name not in stored]
         if missing:
-            why = explain_missing(missing, stored.keys(), self.model.architecture)
+            why = explain_missing(needed.keys(), stored.keys(), self.model.architecture)
             raise self._fail(f"the model needs tensors that are missing: {_some(missing)}. {why}")
         extra = [name for name in stored if name not in needed]
         if zeros := [name for name in extra if name.endswith(".bias") and not self.source.read(name).any()]:

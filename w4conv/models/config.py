@@ -44,7 +44,7 @@ class Config:
             raise self.error(key, f"expected an integer from {low} to {high}, got {_short(value)}")
         return value
 
-    def positions(self, key: str, default: int | None = None, *, high: int) -> int:
+    def whole(self, key: str, default: int | None = None, *, high: int) -> int:
         """An integer, or a whole number in the form of a fraction: where transformers checks neither, but computes."""
         value = self._values.get(key)
         if isinstance(value, float) and value.is_integer():
