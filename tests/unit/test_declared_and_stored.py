@@ -17,7 +17,7 @@ from test_sources_packed import GPTQ, Q, awq, bnb, compressed, gptq, mlx, values
 
 import w4conv
 from w4conv.commands.inspect import inspect
-from w4conv.errors import InputError
+from w4conv.errors import InputError, UsageError
 from w4conv.sources import open_source
 from w4conv.sources.packed.fp8 import E4M3
 
@@ -245,3 +245,87 @@ def test_two_variants_are_a_question(tmp_path: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model.fp16.safetensors")
     with pytest.raises(InputError, match=r"which weights are meant\? There are model.bf16.safetensors, model.fp16"):
         open_source(directory)
+
+
+def bits3(module: str, array: Any, seed: int) -> Any:
+    del seed
+    n_rows, n_columns = array.shape
+    return {
+        f"{module}.qweight": ("I32", np.ones((n_columns * 3 // 32, n_rows), np.int32)),
+        f"{module}.qzeros": ("I32", np.ones((n_columns // 32, n_rows * 3 // 32), np.int32)),
+        f"{module}.scales": ("F16", np.ones((n_columns // 32, n_rows), np.float16)),
+        f"{module}.g_idx": ("I32", (np.arange(n_columns) // 32).astype(np.int32)),
+    }
+
+
+def int8(module: str, array: Any, seed: int) -> Any:
+    del seed
+    return {
+        f"{module}.weight": ("I8", np.ones(array.shape, np.int8)),
+        f"{module}.SCB": ("F32", np.ones(array.shape[0], np.float32)),
+        f"{module}.weight_format": ("U8", np.zeros((), np.uint8)),
+    }
+
+
+def mlx3(module: str, array: Any, seed: int) -> Any:
+    del seed
+    n_rows, n_columns = array.shape
+    scales = "F16", np.ones((n_rows, n_columns // 32), np.float16)
+    return {
+        f"{module}.weight": ("U32", np.ones((n_rows, n_columns * 3 // 32), np.uint32)),
+        f"{module}.scales": scales, f"{module}.biases": scales,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings", "encode", "word", "stored", "said"), [
+    ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True}, int8, "8 bits", "I8", "load_in_8bit True"),
+    ("bitsandbytes", {"quant_method": "bitsandbytes"}, int8, "8 bits", "I8", "quant_method bitsandbytes"),
+    ("gptq", {**GPTQ, "bits": 3}, bits3, "GPTQ with 3 bits", "I32", "bits 3, group_size 32"),
+    ("gptq", {**GPTQ, "bits": 2}, bits3, "GPTQ with 2 bits", "I32", "bits 2"),
+    ("gptq", {**GPTQ, "checkpoint_format": "marlin"}, gptq(), "marlin", "I32", "checkpoint_format marlin"),
+    ("awq", {**AWQ, "version": "gemv"}, awq(zeros=None), "gemv", "I32", "version gemv"),
+    ("awq", {**AWQ, "bits": 3}, awq(zeros=None), "3 bits", "I32", "bits 3"),
+    ("mlx", {"bits": 3, "group_size": 32}, mlx3, "3 bits", "U32", "bits 3"),
+    ("mlx", {**MLX, "mode": "nvfp4"}, mlx(whole=True), "nvfp4", "U32", "mode nvfp4"),
+    ("hqq", {"quant_method": "hqq"}, bits3, "hqq", "I32", "quant_method hqq"),
+])  # fmt: skip
+def test_inspect_describes(
+    tmp_path: Path, kind: str, settings: Any, encode: Any, word: str, stored: str, said: str
+) -> None:
+    key = "quantization" if kind == "mlx" else "quantization_config"
+    directory = write(tmp_path / "m", settings, encode, key=key)
+    with pytest.raises(InputError, match=word):
+        w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic")
+    found = inspect(directory)
+    assert found.kind == kind
+    assert stored in {total.what for total in found.by_scheme}
+    why = next(note for note in found.notes if "cannot convert" in note)
+    assert word in why
+    assert "generic" not in why, "it would not help"
+    assert any(said in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["h.0.mlp.dense", "encoder.block.0.wi", "dec.attn.q", "experts.7.w1", "visual.merger"])
+def test_generic_keeps_what_has_4_bits(tmp_path: Path, name: str) -> None:
+    def change(raw: Any) -> None:
+        raw.clear()
+        raw.update(gptq()(name, np.zeros((64, 64), np.float32), 1))
+        raw["some.embed_tokens.weight"] = "F16", np.ones((300, 64), np.float16)
+
+    directory = write(tmp_path / "m", GPTQ, gptq(), change=change)
+    report = w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic")
+    assert report.scheme == "keep"
+    assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
+
+
+def test_generic_where_only_the_embedding_is_quantized(tmp_path: Path) -> None:
+    def change(raw: Any) -> None:
+        raw.clear()
+        raw.update(gptq()("embed_tokens", np.zeros((64, 64), np.float32), 1))
+        raw["h.0.dense.weight"] = "F16", np.ones((64, 64), np.float16)
+
+    directory = write(tmp_path / "m", GPTQ, gptq(), change=change)
+    with pytest.raises(UsageError, match=r"linear weights are not. Give --scheme w4a16 --embeddings keep"):
+        w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic")
+    report = w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", scheme="w4a16", embeddings="keep")
+    assert not any("second time" in note for note in report.notes)

@@ -150,7 +150,9 @@ def open_as_stored(directory: Path) -> HuggingFaceSource:
     weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
     found = _read_shards(directory, weights, weight_map)
     config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
-    method: dict[str, Any] = next((config[key] for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), {})
+    key = next((key for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), "")
+    method: dict[str, Any] = config[key] if key else {}
+    kind = method.get("quant_method", method.get("quant_algo", "mlx" if key == "quantization" else "safetensors"))
     source = HuggingFaceSource(
         directory,
         files=[*files, *(directory / name for name in weights)],
@@ -158,7 +160,7 @@ def open_as_stored(directory: Path) -> HuggingFaceSource:
         entries=found,
         blobs=blobs,
         notes=[],
-        kind=str(method.get("quant_method", method.get("quant_algo", "safetensors")))[:40],
+        kind=str(kind)[:40],
     )
     source.tensors = {name: replace(t, nbytes=found[name][1].nbytes) for name, t in source.tensors.items()}
     settings = {key: value for key, value in method.items() if isinstance(value, str | int | float | bool)}
