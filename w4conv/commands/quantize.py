@@ -219,7 +219,14 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
         return "keep"
     if source.kind == "gguf":
         return "keep" if linear and all(t.coding is not None for t in quantized) else "w4a16"
-    first = next((t for t in linear if t.coding is None or t.coding.bits != 4), quantized[0])
+    if not linear:
+        first = quantized[0]
+        keep = "--scheme w4a16 --embeddings keep to keep it, " if first.coding is not None else ""
+        raise UsageError(
+            f"{source.path}: {first.name} is quantized already ({first.stored_as}), linear weights are not. Give {keep}"
+            "--requantize to round everything to w4a16, or --scheme keep to store all values exactly"
+        )
+    first = next(t for t in linear if t.coding is None or t.coding.bits != 4)
     kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
     raise UsageError(
         f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
