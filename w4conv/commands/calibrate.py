@@ -65,10 +65,10 @@ def calibrate(
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
         layout = StatisticsLayout(source, spec, cut, full=full)
         check_target(out, layout.nbytes, overwrite=overwrite)
-        progress.start(layout.n_places)
+        progress.start(layout.n_hooks)
         with open_target(out, layout.nbytes, overwrite=overwrite, signature=layout.signature) as target:
             digest = layout.write(target, observe(source, spec, cut.sequences, full=full, threads=threads), progress)
     return StatisticsReport(
         source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
-        ctx=ctx, n_places=layout.n_places, full=full, nbytes=layout.nbytes, digest=digest,
+        ctx=ctx, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes, digest=digest,
     )  # fmt: skip

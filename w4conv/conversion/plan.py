@@ -14,9 +14,9 @@ from w4conv import __version__, codes
 from w4conv.calibration.channel_scaling import METHOD as AWQ
 from w4conv.calibration.channel_scaling import ChannelScaling
 from w4conv.calibration.sensitivity import Sensitivity
-from w4conv.calibration.statistics import HEAD as HEAD_PLACE
+from w4conv.calibration.statistics import HEAD as HEAD_HOOK
 from w4conv.calibration.statistics import Statistics, observe
-from w4conv.calibration.text import CTX, TOKENS, CalibrationText, read_calibration
+from w4conv.calibration.text import CTX, TOKENS, CalibrationSet, read_calibration
 from w4conv.container import Layout, TensorPlan, plan
 from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import config_of, parse_json_object
@@ -78,7 +78,7 @@ class ConversionPlan:
         self._check_sidecars(None if generic else self.spec())
         self._choices = recipe.choices(self.model)
         self.methods = self._calibrated(method, with_text=calibration is not None)
-        self.calibration: CalibrationText | Statistics | None = None
+        self.calibration: CalibrationSet | Statistics | None = None
         if isinstance(calibration, Statistics):
             self.calibration = calibration
         elif calibration is not None:
@@ -133,7 +133,7 @@ class ConversionPlan:
     def _check_statistics(self, statistics: Statistics) -> None:
         statistics.check(self.source, self.spec())
         if any(t.layer is None and t.name in self.methods for t in self.model.tensors()):
-            statistics.of_place(None, HEAD_PLACE)  # raises where it has none
+            statistics.at_hook(None, HEAD_HOOK)  # raises where it has none
         for name, method in self.methods.items():
             if "gptq" in METHODS[method] and not statistics.full:
                 raise UsageError(
@@ -167,7 +167,7 @@ class ConversionPlan:
         elif isinstance(self.calibration, Statistics):
             losses, by = sensitivity.from_statistics(self.calibration), "the error of their outputs by the statistics"
         else:
-            losses = sensitivity.from_text(self.spec(), self.calibration.sequences)
+            losses = sensitivity.from_calibration_set(self.spec(), self.calibration.sequences)
             by = "what they lose on the text"
         budget = int(target * n_parameters / 8) - taken
         chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)

@@ -102,7 +102,7 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
             for block in _blocks(container, info, source):
                 difference = block.compare(threads)
                 meter.add_found(difference, block.values.shape[1])
-                equal, same = equal and difference.equal, same and difference.remade
+                equal, same = equal and difference.equal, same and difference.reproduced
             overall.merge(meter)
             if not info.scheme.is_float:
                 quantized.merge(meter)
@@ -174,19 +174,19 @@ class _Block:
     coded: CodedRows | None = None  # as the source has them, where that is the scheme of the container
 
     def compare(self, threads: int | None) -> kernels.Difference:
-        """Source and container. remade: whether the bytes are the source's own, or what rtn makes of its values."""
+        """Source and container. reproduced: whether the bytes are the source's own, or what rtn makes of its values."""
         scheme, kept = self.info.scheme, self._is_kept()
         if len(self.info.shape) < 2:  # vectors keep their type
             restored = codes.dequantize(scheme, self.info.shape, self.parts).reshape(1, -1)
             found = kernels.compare(codes.as_f32(self.values, self.dtype), restored, max(restored.size, 1))
             same_type = scheme.kind == self.dtype.lower()
-            return found._replace(remade=same_type and self._equal("values", self.values))
-        remake = not kept and scheme.kind not in KEPT_ONLY and scheme.scale_dtype == "f16"
+            return found._replace(reproduced=same_type and self._equal("values", self.values))
+        reproduce = not kept and scheme.kind not in KEPT_ONLY and scheme.scale_dtype == "f16"
         group_size = scheme.group_size or self.values.shape[1]
         found = kernels.compare_with_source(
-            self.values, self.dtype, scheme, self.parts, group_size, remake=remake, threads=threads
+            self.values, self.dtype, scheme, self.parts, group_size, reproduce=reproduce, threads=threads
         )
-        return found._replace(remade=kept or found.remade)
+        return found._replace(reproduced=kept or found.reproduced)
 
     def _is_kept(self) -> bool:
         if self.coded is None:
