@@ -1,4 +1,4 @@
-"""calibrate: a checkpoint and a text in, statistics of the model's activations out."""
+"""calibrate: a checkpoint and a calibration set in, statistics of activations out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from w4conv.sources import open_source
 
 @dataclass(frozen=True, slots=True)
 class StatisticsReport:
-    """Statistics written. n_places: of all layers, and the head. full: with second moments. digest: BLAKE3 of the
+    """Statistics written. n_places: hooks of all layers, and the head. full: with second moments. digest: BLAKE3 of the
     file."""
 
     source: str
@@ -50,8 +50,8 @@ def calibrate(
 ) -> StatisticsReport:
     """Observe the checkpoint `src` on a UTF-8 text, and write the statistics that `quantize(calibration=out)` takes.
 
-    full: with second moments of all pairs of channels, which the methods gptq and best need; they are large. tokens, in
-    sequences of ctx: of the text, spread over it. The same input gives the same bytes.
+    full: with second moments of all pairs of channels, which the methods gptq and best need; they are large.
+    tokens: so many of the text, spread over it, in sequences of ctx. The same input gives the same bytes.
     Raises UsageError, InputError, OutputError.
     """
     refuse_idle("calibrate", {"out": out, "overwrite": overwrite})

@@ -119,7 +119,9 @@ class ConversionPlan:
                 methods[t.name] = method
             elif choice.method is not None and method != "rtn":
                 if not with_text:
-                    raise UsageError(f"recipe: method {method} for {t.name} needs a text: name it with --calibration")
+                    raise UsageError(
+                        f"recipe: method {method} for {t.name} needs a calibration set: name it with --calibration"
+                    )
                 raise UsageError(
                     f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
                     f"as {', '.join(CALIBRATED)}, and heads in 4 bits"
