@@ -50,17 +50,17 @@ _PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
 class Grid:
     """The levels that weights over their scale are rounded to.
 
-    Integers from a lowest one to that + span; the lowest is -(span + 1) / 2, or of an int4z group its own (is_shifted).
-    Or those of a codebook: levels, ascending; codes, which each has. Both are empty for integers.
+    Integers: q_min .. q_min + span. q_min is -(span + 1) / 2, or where is_asymmetric minus the zero point of the group.
+    A codebook: levels, ascending, and the code of each. Both are empty for integers.
     """
 
     span: int
-    is_shifted: bool = False
+    is_asymmetric: bool = False
     levels: F32Array = field(default_factory=lambda: np.empty(0, np.float32))
     codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
     @property
-    def low(self) -> int:
+    def q_min(self) -> int:
         return -(self.span + 1) // 2
 
     @property
@@ -73,7 +73,7 @@ def grid(scheme: QuantScheme) -> Grid:
     if scheme.kind in CODEBOOKS:
         order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
         return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8))
-    return Grid((1 << scheme.bits) - 1, is_shifted=scheme.kind == "int4z")
+    return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.kind == "int4z")
 
 
 def pad_code(scheme: QuantScheme) -> int:

@@ -116,12 +116,12 @@ def _fetch(cached: Path) -> bytes:
         archive = hub.hf_hub_download(**WIKITEXT2_ARCHIVE)
         with zipfile.ZipFile(archive) as z, z.open(WIKITEXT2_MEMBER) as member:
             return member.read(MAX_TEXT_NBYTES)
-    except Exception as error:  # network, hub, archive: whatever it is, the text is not here
+    except Exception as error:  # network, hub or archive
         raise InputError(f"the {WIKITEXT2_NAME} could not be fetched ({type(error).__name__}); {advice}") from error
 
 
 def _store(cached: Path, data: bytes) -> None:
-    """Keep for the next time; a cache that cannot be written is none of the caller's business."""
+    """Store in the cache; a cache that cannot be written is ignored."""
     partial = cached.with_name(f"{cached.name}.{os.getpid()}.partial")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
