@@ -17,7 +17,7 @@ from w4conv import codes, kernels
 from w4conv.container import open_container
 from w4conv.models import known_architectures
 from w4conv.quantization.reference import quantize_codes, quantize_rtn
-from w4conv.scheme import BITS
+from w4conv.scheme import KINDS
 from w4conv.sources import open_source
 
 GOLDEN = json.loads(DIGESTS.read_text())
@@ -72,7 +72,7 @@ def test_the_cases_have_every_architecture_and_scheme(folder: Path) -> None:
     for case in cases():
         with open_container(convert(case, folder)) as container:
             kinds |= {tensor.scheme.kind for tensor in container.tensors.values()}
-    assert kinds == set(BITS)
+    assert kinds == set(KINDS)
 
 
 # ---- what a reader of the page could take for granted, each of which the digests tell apart -------------------------

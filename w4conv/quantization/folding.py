@@ -22,6 +22,7 @@ import numpy.typing as npt
 from w4conv import codes
 from w4conv.errors import InputError
 from w4conv.models import spec_of
+from w4conv.models.activations import ACTIVATIONS
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 
@@ -40,7 +41,7 @@ def can_fold(spec: ModelSpec, place: str) -> bool:
     """Whether what gives the rows of `place` takes factors exactly."""
     if place in _NORMS:
         return _NORMS[place] in spec.norms and spec.norm_offset == 0
-    return place == "o" or (spec.experts is None and spec.activation != "clamped_silu")
+    return place == "o" or (spec.experts is None and ACTIVATIONS[spec.activation].linear_in_up)
 
 
 def given_to(part: str) -> str:
