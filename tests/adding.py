@@ -1,8 +1,8 @@
-"""Where a scheme, an activation, a command and an ISA tier have to be named: `python tests/adding.py` lists what lacks.
+"""Where a scheme, an activation, an architecture, a command and an ISA tier have to be named.
 
-A scheme is registered in w4conv/scheme.py, an activation in w4conv/models/activations.py, a command in
-w4conv/cli/main.py, a tier in native/cmake/isa.cmake. From these the checks here know all names; `docs/contributing.md`
-explains each place.
+`python tests/adding.py` lists what lacks. The names come from where each is registered: w4conv/scheme.py,
+w4conv/models/activations.py, w4conv/models/__init__.py, w4conv/cli/main.py, native/cmake/isa.cmake.
+docs/contributing.md explains each place.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def missing() -> list[str]:
     """A line for each place that lacks a name."""
+    from w4conv.models import FAMILIES
     from w4conv.models.activations import ACTIVATIONS
     from w4conv.scheme import KINDS
 
     found = [line for kind in KINDS for line in missing_of_scheme(kind)]
     found += [line for name in ACTIVATIONS for line in missing_of_activation(name)]
+    architectures = [item for family in FAMILIES for item in family.ARCHITECTURES.items()]
+    found += [line for name, model_type in architectures for line in missing_of_architecture(name, model_type)]
     found += [line for name in sorted(commands()) for line in missing_of_command(name)]
     return found + [line for name in tiers() for line in missing_of_tier(name)]
 
@@ -107,6 +110,16 @@ def missing_of_activation(name: str) -> list[str]:
         "w4conv/exports/onnx_graph.py, its nodes, or NO_NODES of onnx.py": f'"{name}"' in onnx,
     }
     return unmet(f"activation {name}", places)
+
+
+def missing_of_architecture(name: str, model_type: str) -> list[str]:
+    places = {
+        "tests/differential/test_families.py, NAMES and MORE": name in read("tests/differential/test_families.py"),
+        "docs/architectures.md, which that test writes": name in read("docs/architectures.md"),
+        "tests/golden/checkpoints.py, a checkpoint": f'"{name}"' in read("tests/golden/checkpoints.py"),
+        "tests/reference_forward/config.py, its row": f'"{model_type}"' in read("tests/reference_forward/config.py"),
+    }
+    return unmet(f"architecture {name}", places)
 
 
 def commands() -> set[str]:

@@ -1,4 +1,4 @@
-"""Adding a scheme, an activation, a command or an ISA tier: tests/adding.py names each place that is still missing."""
+"""What is added and not yet everywhere: tests/adding.py names each place that is still missing."""
 
 from __future__ import annotations
 
@@ -66,6 +66,8 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "formats").symlink_to(ROOT / "formats")
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("decisions", "*.svg"))
     (tmp_path / "tests" / "cli").mkdir(parents=True)
+    for folder in ("differential", "golden", "reference_forward"):
+        (tmp_path / "tests" / folder).symlink_to(ROOT / "tests" / folder)
     for test in (ROOT / "tests" / "cli").glob("test_*_command.py"):
         (tmp_path / "tests" / "cli" / test.name).touch()
     shutil.copy(ROOT / "tests" / "adding.py", tmp_path / "tests")
@@ -117,6 +119,21 @@ def test_a_new_activation(tree: Path) -> None:
     assert [text.split(",")[0].split(": ", 1)[1] for text in found] == [
         "native: the name in the bindings", "w4conv/models/spec.py", "w4conv/exports/onnx_graph.py"
     ]  # fmt: skip
+
+
+def test_a_new_architecture(tree: Path) -> None:
+    """A file and a line in FAMILIES: a config of it is read."""
+    models = tree / "w4conv" / "models"
+    (models / "dummy.py").write_text(
+        (models / "llama.py").read_text().replace("Llama", "Dummy").replace("llama", "dummy")
+    )
+    insert(models / "__init__.py", "    gemma2,\n    gemma3,", "    dummy,\n")
+    insert(models / "__init__.py", "    llama, mistral,", "    dummy,\n")
+    found = missing(tree)
+    assert all(text.startswith("architecture DummyForCausalLM: ") for text in found)
+    assert len(found) == 4
+    code = "from w4conv.models import check_architecture; check_architecture({'architectures': ['DummyForCausalLM']})"
+    assert python(tree, "-c", code).returncode == 0
 
 
 def test_a_new_command(tree: Path) -> None:
