@@ -37,17 +37,17 @@ CODEBOOKS: Final = {kind.name: np.array(kind.levels, np.float32) for kind in KIN
 class Grid:
     """The levels that weights over their scale are rounded to.
 
-    Integers from a lowest one to that + span; the lowest is -(span + 1) / 2, or of an int4z group its own (is_shifted).
-    Or those of a codebook: levels, ascending; codes, which each has. Both are empty for integers.
+    Integers: q_min .. q_min + span. q_min is -(span + 1) / 2, or where is_asymmetric minus the zero point of the group.
+    A codebook: levels, ascending, and the code of each. Both are empty for integers.
     """
 
     span: int
-    is_shifted: bool = False
+    is_asymmetric: bool = False
     levels: F32Array = field(default_factory=lambda: np.empty(0, np.float32))
     codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
     @property
-    def low(self) -> int:
+    def q_min(self) -> int:
         return -(self.span + 1) // 2
 
     @property
@@ -60,7 +60,7 @@ def grid(scheme: QuantScheme) -> Grid:
     if scheme.kind in CODEBOOKS:
         order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
         return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8))
-    return Grid((1 << scheme.bits) - 1, is_shifted=scheme.has_zero_points)
+    return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.has_zero_points)
 
 
 def pad_code(scheme: QuantScheme) -> int:

@@ -15,7 +15,7 @@ from w4conv import kernels
 from w4conv.commands.quantize import quantize
 from w4conv.errors import UsageError
 from w4conv.models.spec import ModelSpec
-from w4conv.runtime.engine import KV_PINNED, Model, Session
+from w4conv.runtime.engine import KV_SINKS, Model, Session
 
 F64 = npt.NDArray[np.float64]
 WINDOW = 121  # of a budget: the most that 256 slots hold beside the first 16 and the tokens of one pass
@@ -144,9 +144,9 @@ def test_logits_equal_numpy_whatever_the_tier_the_threads_and_the_pieces(
             if len(results) == 1:
                 window = WINDOW if budget else 150 if name == "window" else 0
                 assert model.kv_window == (WINDOW if budget else 0)
-                pinned = KV_PINNED if budget else 0
+                pinned = KV_SINKS if budget else 0
                 want = oracle(model, tokens, window=window, pinned=pinned, int8=kv == "int8")
-    assert n_dropped == (N_TOKENS + 1 - WINDOW - KV_PINNED if budget else 0)
+    assert n_dropped == (N_TOKENS + 1 - WINDOW - KV_SINKS if budget else 0)
     error = np.abs(results[0] - want).max() / np.ptp(want)
     assert error < {"f32": 1e-5, "f16": 1e-3, "int8": 1e-3}[kv]
     assert len({r.tobytes() for r in results}) == 1

@@ -254,26 +254,26 @@ def test_a_matrix_and_its_source_are_compared_in_one_pass(tier: str, kind: str, 
         )
         y = codes.dequantize(scheme, shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
         step = group_size or shape[1]
-        got = kernels.compare_with_source(raw, dtype, scheme, parts, step, remake=True, threads=2)
+        got = kernels.compare_with_source(raw, dtype, scheme, parts, step, reproduce=True, threads=2)
         want = kernels.compare(x, y, step, threads=1)
         np.testing.assert_array_equal(got.sums, want.sums)
         assert (got.largest, got.equal) == (want.largest, np.array_equal(x, y))
         assert got.largest == np.abs(y.astype(np.float64) - x).max()
-        assert got.remade
+        assert got.reproduced
         for part in parts:  # a bit changed anywhere, in padding too
             changed = {k: v.copy() for k, v in parts.items()}
             flat = kernels.as_bytes(changed[part])
             flat[rng.integers(flat.size)] ^= 1
-            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=True).remade
-            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=False).remade
+            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, reproduce=True).reproduced
+            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, reproduce=False).reproduced
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_matrices_without_values_are_equal(shape: tuple[int, int]) -> None:
     scheme, x = QuantScheme("int4", 0, "f16"), np.empty(shape, np.float32)
     parts = kernels.quantize_rtn(x, "F32", scheme).parts()
-    found = kernels.compare_with_source(x, "F32", scheme, parts, shape[1], remake=True)
-    assert (found.sums.size, found.largest, found.equal, found.remade) == (0, 0, True, True)
+    found = kernels.compare_with_source(x, "F32", scheme, parts, shape[1], reproduce=True)
+    assert (found.sums.size, found.largest, found.equal, found.reproduced) == (0, 0, True, True)
 
 
 def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
@@ -281,8 +281,8 @@ def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
     scheme = QuantScheme("int4", 32, "f16")
     parts = kernels.quantize_rtn(x, "F32", scheme).parts()
     x[16, 3] = np.nan
-    found = kernels.compare_with_source(x, "F32", scheme, parts, 32, remake=True)
-    assert (found.remade, found.equal, np.isnan(found.largest)) == (False, False, True)
+    found = kernels.compare_with_source(x, "F32", scheme, parts, 32, reproduce=True)
+    assert (found.reproduced, found.equal, np.isnan(found.largest)) == (False, False, True)
 
 
 # ---- products ----

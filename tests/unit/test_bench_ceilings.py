@@ -141,7 +141,7 @@ def test_parts_add_up_to_the_forward_pass(tmp_path: Path) -> None:
         session.append(list(range(100)))
         outside = time.perf_counter() - start
         parts = model.part_seconds()
-        assert list(parts) == ["products", "attention", "head", "rest"]
+        assert list(parts) == ["linear", "attention", "head", "rest"]
         assert all(seconds > 0 for seconds in parts.values())
         assert sum(parts.values()) <= outside
         model.restart_stopwatch()

@@ -23,7 +23,7 @@ PICTURES = sorted(DOCS.glob("*.svg"))
 PRESENT = ("README.md", "docs/accuracy.md", "docs/performance.md", "docs/architecture.md", "docs/tutorial.md")
 # Left column of the table of words: what a field engineer would have to decode.
 PRIVATE_WORDS = (
-    "add_products", "digits of base", "octet", "lacks", "the model as it was", "branch off", "round_with_feedback",
+    "gemm_tn", "digits of base", "octet", "lacks", "the model as it was", "branch off", "round_with_feedback",
     "in form", "without a text", "spans", "folded lanes", "lost pages", "for want of",
 )  # fmt: skip
 HISTORY = ("before that", "in an earlier state", "last time", "used to ", "than before", "aimed at,", "was aimed at")

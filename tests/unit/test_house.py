@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,8 +33,29 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 
+PAGE = Path(__file__).parents[2] / "docs/architecture.md"
+BEGIN, END = "<!-- rooms: written by tests/unit/test_house.py -->", "<!-- end -->"
+
+
 def rank(room: str) -> int:
     return next(i for i, rooms in enumerate(LAYERS) if room in rooms)
+
+
+def subject(room: str) -> str:
+    """The first sentence of its docstring."""
+    path = PACKAGE / room / "__init__.py" if (PACKAGE / room).is_dir() else PACKAGE / f"{room}.py"
+    first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+    return " ".join(first.split()).split(". ")[0].removesuffix(".")
+
+
+def table() -> str:
+    """The rooms, highest first; those of one layer stand side by side."""
+    lines = ["| layer | room | what it holds |", "|---|---|---|"]
+    for layer in range(len(LAYERS) - 1, -1, -1):
+        for room in LAYERS[layer]:
+            name = f"{room}/" if (PACKAGE / room).is_dir() else f"{room}.py"
+            lines.append(f"| {layer} | `{name}` | {subject(room)} |")
+    return "\n".join(lines)
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -65,6 +87,19 @@ def test_imports_run_one_way() -> None:
     assert checked > 50
 
 
+def test_every_room_has_a_layer_and_a_subject() -> None:
+    found = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    rooms = [room for rooms in LAYERS for room in rooms]
+    assert sorted(rooms) == sorted(found - {"__init__", "__pycache__"})
+    assert [room for room in rooms if not subject(room)] == []
+
+
+def test_the_table_of_rooms() -> None:
+    page = PAGE.read_text()
+    assert BEGIN in page
+    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run: python tests/unit/test_house.py"
+
+
 def module_imports() -> dict[str, set[str]]:
     """Module -> modules of the package that it imports, for types only too. Without the package itself, whose names
     are lazy."""
@@ -85,43 +120,10 @@ def module_imports() -> dict[str, set[str]]:
     return found
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import one another, directly or by way of others: the strongly connected components (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-
-    def visit(module: str) -> None:
-        index[module] = low[module] = len(index)
-        stack.append(module)
-        for other in sorted(edges[module]):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[module] = min(low[module], low[other])
-        if low[module] == index[module]:
-            at = stack.index(module)
-            component = stack[at:]
-            del stack[at:]
-            if len(component) > 1:
-                found.append(sorted(component))
-
-    for module in sorted(edges):
-        if module not in index:
-            visit(module)
-    return found
-
-
 def test_no_circle_of_imports() -> None:
     edges = module_imports()
     assert len(edges) > 100
-    assert not circles(edges)
-
-
-def test_a_circle_is_found() -> None:
-    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a", "e"}}
-    assert circles(edges) == [["d", "e"], ["a", "b", "c"]]
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names one
 
 
 @pytest.mark.parametrize("library", ["typer", "tqdm", "click"])
@@ -169,3 +171,8 @@ def test_functions_of_the_api_stay_functions() -> None:
         assert callable(getattr(w4conv, name)), name
         assert not (PACKAGE / name).exists()
         assert not (PACKAGE / f"{name}.py").exists()
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")

@@ -22,7 +22,7 @@ from w4conv import elementary
 from w4conv.measure.divergence import Comparison, kullback_leibler, log_softmax
 from w4conv.measure.perplexity import estimate, increase, negative_log_likelihoods
 from w4conv.models.rope import RopeSpec
-from w4conv.quantization.scores import Turns
+from w4conv.quantization.query_moments import RopeAverage
 from w4conv.runtime.sampling import Sampler
 
 F64 = npt.NDArray[np.float64]
@@ -51,7 +51,7 @@ def turned() -> F64:
         "rope_index": lambda self, layer: 0, "window": lambda self, layer: 0, "head_dim": 32, "rope": RopeSpec(1e4),
         "local_rope": None,
     })()  # fmt: skip
-    return Turns(spec, 0, 200).mean(np.arange(32 * 32, dtype=np.float32).reshape(32, 32))
+    return RopeAverage(spec, 0, 200).mean(np.arange(32 * 32, dtype=np.float32).reshape(32, 32))
 
 
 def converted(**options: object) -> str:

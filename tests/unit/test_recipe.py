@@ -173,7 +173,7 @@ def test_methods_for_each_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "calibrated", "message"),
     [
-        ('linear = {method = "gptq"}', False, "method gptq for .*q_proj.weight needs a text"),
+        ('linear = {method = "gptq"}', False, "method gptq for .*q_proj.weight needs a calibration set"),
         ('embedding = {method = "gptq"}', True, "method gptq for model.embed_tokens.weight, embedding as int8"),
         ('"*.v_proj.weight" = {scheme = "f16", method = "search"}', True, "linear as f16; calibrated are"),
         ('linear = {method = "magic"}', True, "unknown method 'magic'"),

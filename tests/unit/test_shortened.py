@@ -21,7 +21,7 @@ import os, sys
 from w4conv import kernels
 from w4conv.container import open_container
 if sys.argv[2] == "guard":
-    kernels.explain_lost_pages()
+    kernels.explain_sigbus()
 view = open_container(sys.argv[1]).part("large", "values")
 os.truncate(sys.argv[1], 8192)
 print(view.max())

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from w4conv.calibration.imatrix import ImportanceMatrix
 from w4conv.calibration.statistics import SavedStatistics, Statistics
-from w4conv.calibration.text import CTX, TOKENS, CalibrationText, read_calibration
+from w4conv.calibration.text import CTX, TOKENS, CalibrationSet, read_calibration
 from w4conv.errors import UsageError
 from w4conv.models.spec import ModelSpec
 from w4conv.sources.base import Source
 
-Calibration = CalibrationText | Statistics  # what a conversion is planned with
+Calibration = CalibrationSet | Statistics  # what a conversion is planned with
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ def as_html(report: BenchReport) -> str:
         ),
         _section(
             "Where the time goes",
-            "Each token of the prompt, and each one decoded, by part of the forward pass: products with the weights of "
-            "the layers, attention over keys and values, the head, and the rest (norms, rotations, inputs made ready).",
+            "Each token of the prompt, and each one decoded, by part of the forward pass: linear layers, attention "
+            "over the KV cache, the head, and the rest (norms, RoPE, quantization of activations).",
             _parts_chart(report, names),
         ),
         _counters(report, names),

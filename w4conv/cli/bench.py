@@ -64,7 +64,7 @@ def bench(
     """Measure prefill and decoding.
 
     All models are measured alternately in one process. Decoding is held against a plain read of the same mapping by the
-    same threads, and prefill against dot products from registers: the ceilings of this machine at this hour. Perplexity
+    same threads, and prefill against dot products from registers: the ceilings of this machine. Perplexity
     is given with its increase over the first row. Converted files go to the temporary directory (TMPDIR) for the time
     of the command.
     """

@@ -51,7 +51,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     def call(*args: object, **options: object) -> None:
         from w4conv import kernels
 
-        kernels.explain_lost_pages()
+        kernels.explain_sigbus()
         command(*args, **options)
 
     return call

@@ -104,8 +104,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="TEXT|STATS",
-            help="UTF-8 text, of the kind and form the model will read; or what w4conv calibrate or llama-imatrix made "
-            "of one",
+            help="Calibration set: UTF-8 text of the kind that the model will read; or statistics of one, by w4conv "
+            "calibrate or llama-imatrix",
         ),
     ] = None,
     calibration_tokens: Annotated[

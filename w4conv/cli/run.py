@@ -72,8 +72,8 @@ def run(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Most memory for keys and values, such as 512M: where a text outgrows it, its first 16 and its newest "
-            "tokens are kept [default: room for the context]",
+            help="Most memory for the KV cache, such as 512M: where a text outgrows it, its first 16 tokens (attention "
+            "sinks) and its newest are kept [default: room for the context]",
         ),
     ] = None,
     activations: Activations = "int16",

@@ -1,4 +1,4 @@
-"""bench: prefill and decode of one model in several codings, beside what the machine can read and multiply."""
+"""bench: prefill and decode of one model in several codings, beside read bandwidth and the dot product peak."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Rate:
 class Prefill:
     """A prompt of n_tokens at once; seconds until its logits, which is the latency of the first token.
 
-    gmacs: 1e9 multiplications a second in products with weights. peak_share: that as a share of the peak of the same
-    round. macs_per_byte: multiplications for each byte of weights read. parts: ms of each token by part of the forward
-    pass (Model.part_seconds), from a run of its own. counters: see Counters, for each token.
+    gmacs: 1e9 multiplications a second in GEMMs with weights. peak_share: of the dot product peak of the same round.
+    macs_per_byte: multiplications for each byte of weights read. parts: ms of each token by part of the forward pass
+    (Model.part_seconds), from a run of its own. counters: see Counters, for each token.
     """
 
     n_tokens: int

@@ -108,19 +108,19 @@ def quantize(
     int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
     (quantization/recipe.py); where it says nothing, the other options count.
-    target_bpw: bits a weight, over all weights with scales, that the container shall have at most: the scheme of each
-    matrix for which no recipe names one is chosen from a menu, by how much the model loses with it
-    (calibration/sensitivity.py). It takes the place of scheme, group_size and embeddings.
+    target_bpw: at most so many bits a weight, over all weights with scales. The scheme of each matrix for which no
+    recipe names one is chosen from a menu by its loss (calibration/sensitivity.py). It replaces scheme, group_size and
+    embeddings.
 
-    method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "awq" (the same, of weights
-    whose channels are scaled by powers of two, which what comes before takes back: quantization/folding.py), "gptq"
-    (scales searched, each column rounded with the errors of those before it in mind), or "best" (of rtn, search and
-    gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which
-    activations are observed: calibration_tokens of it (16384) in sequences of calibration_ctx (512), spread over the
-    text. They keep what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
-    calibration may also be a file of statistics (statistics.calibrate), or an importance matrix of llama.cpp. Then each
-    matrix is rounded for the inputs that it has in the source; gptq and best need those with second moments; without
-    them None means awq.
+    method: how linear weights are rounded. "rtn": to nearest. "search": with searched scales. "awq": the same, after
+    channels are scaled by powers of two (quantization/folding.py). "gptq": with searched scales and GPTQ's column
+    update. "best": the best of rtn, search and gptq for each matrix. None means best with calibration, else rtn. A
+    calibrated method keeps the result of rtn where its outputs are better on held-out sequences.
+
+    calibration: needed by all methods but rtn. A calibration set is a UTF-8 text: calibration_tokens of it (16384) are
+    used, in sequences of calibration_ctx (512) spread over the text. Or a file of statistics (`w4conv calibrate`), or
+    an importance matrix of llama.cpp: then each matrix is rounded for its inputs in the source. gptq and best need
+    statistics with second moments; without them None means awq.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
@@ -219,7 +219,14 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
         return "keep"
     if source.kind == "gguf":
         return "keep" if linear and all(t.coding is not None for t in quantized) else "w4a16"
-    first = next((t for t in linear if t.coding is None or t.coding.bits != 4), quantized[0])
+    if not linear:
+        first = quantized[0]
+        keep = "--scheme w4a16 --embeddings keep to keep it, " if first.coding is not None else ""
+        raise UsageError(
+            f"{source.path}: {first.name} is quantized already ({first.stored_as}), linear weights are not. Give {keep}"
+            "--requantize to round everything to w4a16, or --scheme keep to store all values exactly"
+        )
+    first = next(t for t in linear if t.coding is None or t.coding.bits != 4)
     kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
     raise UsageError(
         f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
@@ -270,7 +277,7 @@ def _method(method: str | None, calibration: object) -> str:
     if chosen == "rtn" and calibration is not None:
         raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
     if chosen != "rtn" and calibration is None:
-        raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
+        raise UsageError(f"method {chosen} needs a calibration set: name one with --calibration")
     return chosen
 
 

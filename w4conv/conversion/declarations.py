@@ -50,8 +50,8 @@ def _settle_head(source: Source, config: dict[str, Any], head: str | None) -> It
         if not declared and head is None and EMBEDDING in tensors:
             raise InputError(
                 f"{source.path}: the model needs tensors that are missing: {HEAD}, as {says} in config.json; "
-                "transformers would fill it with random numbers. Fetch the checkpoint again; or, if the embedding is "
-                "the head, say so with --head tied"
+                "transformers would fill it with random numbers. It may be a bare backbone: save the whole "
+                "model; or, if the embedding is the head, say so with --head tied"
             )
         tied = declared or head == "tied"
         if tied and not declared:
@@ -137,7 +137,7 @@ def _of_ropes(config: Mapping[str, Any]) -> Iterator[str]:
         longest, original, factor = config.get("max_position_embeddings"), own.get(key), own.get("factor")
         if words[0] == "yarn" or (words[0] is None and words[1] == "yarn"):
             numbers = [n for n in (longest, original, factor) if isinstance(n, int | float) and n]
-            if len(numbers) == 3 and abs(numbers[0] / numbers[1] - numbers[2]) > 1e-6 * numbers[2]:
+            if len(numbers) == 3 and numbers[0] / numbers[1] not in (1, numbers[2]):
                 yield (
                     f"{where}: factor {_word(factor)} times {original} positions is not max_position_embeddings "
                     f"{_word(longest)}; the factor is used, as in transformers."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from w4conv.conversion.missing import explain_missing
 from w4conv.errors import InputError, listed
 from w4conv.files.blobs import config_of, parse_json_object
 from w4conv.models import parse_config
@@ -111,9 +112,8 @@ def _tensor_notes(source: Source, model: Inventory) -> list[str]:
     stored = source.tensors
     missing = [name for name in needed if name not in stored]
     if missing:
-        raise _failed(
-            source, f"the model needs tensors that are missing: {listed(missing)}. Fetch the checkpoint again"
-        )
+        why = explain_missing(needed.keys(), stored.keys(), model.architecture)
+        raise _failed(source, f"the model needs tensors that are missing: {listed(missing)}. {why}")
     extra = [name for name in stored if name not in needed]
     if zeros := [name for name in extra if name.endswith(".bias") and not source.read(name).any()]:
         extra = [name for name in extra if name not in zeros]

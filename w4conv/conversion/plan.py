@@ -13,7 +13,7 @@ from w4conv.calibration.channel_scaling import METHOD as AWQ
 from w4conv.calibration.channel_scaling import ChannelScaling
 from w4conv.calibration.given import Calibration
 from w4conv.calibration.sensitivity import Sensitivity
-from w4conv.calibration.statistics import HEAD as HEAD_PLACE
+from w4conv.calibration.statistics import HEAD as HEAD_HOOK
 from w4conv.calibration.statistics import Statistics, observe
 from w4conv.container import Layout, TensorPlan, plan
 from w4conv.errors import InputError, UsageError
@@ -143,7 +143,7 @@ class _Planner:
     def _check_statistics(self, statistics: Statistics) -> None:
         statistics.check(self.source, self.spec())
         if any(t.layer is None and t.name in self.methods for t in self.model.tensors()):
-            statistics.of_place(None, HEAD_PLACE)  # raises where it has none
+            statistics.at_hook(None, HEAD_HOOK)  # raises where it has none
         for name, method in self.methods.items():
             if "gptq" in METHODS[method] and not statistics.full:
                 raise UsageError(
@@ -177,7 +177,7 @@ class _Planner:
         elif isinstance(self._calibration, Statistics):
             losses, by = sensitivity.from_statistics(self._calibration), "the error of their outputs by the statistics"
         else:
-            losses = sensitivity.from_text(self.spec(), self._calibration.sequences)
+            losses = sensitivity.from_calibration_set(self.spec(), self._calibration.sequences)
             by = "what they lose on the text"
         budget = int(target * n_parameters / 8) - taken
         chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)
@@ -283,7 +283,9 @@ def calibrated_methods(model: Inventory, recipe: Recipe, default: str, *, with_t
             methods[t.name] = method
         elif choice.method is not None and method != "rtn":
             if not with_text:
-                raise UsageError(f"recipe: method {method} for {t.name} needs a text: name it with --calibration")
+                raise UsageError(
+                    f"recipe: method {method} for {t.name} needs a calibration set: name it with --calibration"
+                )
             raise UsageError(
                 f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
                 f"as {', '.join(kind for kind in KINDS if KINDS[kind].is_calibrated)}, and heads in 4 bits"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import VALUE_DTYPES, Array
-from w4conv.calibration.calibrator import Calibrator, StatisticsCalibrator, TextCalibrator
+from w4conv.calibration.calibrator import Calibrator, SequentialCalibrator, StatisticsCalibrator
 from w4conv.calibration.statistics import Statistics
 from w4conv.container import SIGNATURE, Journal, Writer, stamp
 from w4conv.conversion.plan import ConversionPlan
@@ -80,7 +80,7 @@ def _calibrator(
         parts = plan.layout.tensors[name].parts
         return {part.kind: np.frombuffer(target.read_at(part.offset, part.nbytes), np.uint8) for part in parts}
 
-    return TextCalibrator(
+    return SequentialCalibrator(
         plan.source, plan.spec(), plan.layout, plan.methods, plan.calibration, threads=threads, solved=progress.advance,
         kept=kept, stored=stored,
     )  # fmt: skip

@@ -93,16 +93,17 @@ def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None
 
 
 class Difference(NamedTuple):
-    """Of y from x, with e = y - x. sums: float64 (3, n_rows, n_groups), of each row and group x * x, e * e, x * e.
+    """How y differs from x; e = y - x.
 
-    largest: |e|, NaN where there is one. equal: every x == y. remade: whether round-to-nearest, or packing, makes the
-    very bytes of the values; False where that was not asked.
+    sums: float64 (3, n_rows, n_groups), over each row and group: x * x, e * e, x * e. largest: the largest |e|, NaN if
+    any is NaN. equal: every x == y. reproduced: round-to-nearest, or packing, of the values gives the same bytes; False
+    where it was not tried.
     """
 
     sums: npt.NDArray[np.float64]
     largest: float
     equal: bool
-    remade: bool = False
+    reproduced: bool = False
 
 
 def compare(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> Difference:
@@ -119,20 +120,20 @@ def compare_with_source(
     parts: Mapping[str, Array],
     group_size: int,
     *,
-    remake: bool,
+    reproduce: bool,
     threads: int | None = None,
 ) -> Difference:
-    """A coded matrix, y, and the values that it was made of, x (n_rows, n_columns), as `quantize_rtn` takes them.
+    """How a coded matrix y differs from its source values x (n_rows, n_columns), which are as in `quantize_rtn`.
 
-    The same as `compare` with `dequantize`, and as `quantize_rtn` or `pack_float` for `remade`, in one pass over
-    memory. remake: only for schemes that these make.
+    Equals `compare` with `dequantize`, in one pass over memory. reproduce: also try `quantize_rtn` or `pack_float`;
+    only for schemes that these make.
     """
     n_rows, n_columns = values.shape
     if not values.size:
-        return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, remade=remake)
+        return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, reproduced=reproduce)
     sums = np.empty((3, n_rows, -(-n_columns // group_size)))
     found = _native.compare_with_source(
         native_pool(threads), as_bytes(values), dtype,
-        matrix_parts(scheme, (n_rows, n_columns), parts), remake, group_size, sums,
+        matrix_parts(scheme, (n_rows, n_columns), parts), reproduce, group_size, sums,
     )  # fmt: skip
     return Difference(sums, *found)

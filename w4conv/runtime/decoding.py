@@ -142,7 +142,7 @@ class _ByteFallback(_Step):
 
     def __init__(self) -> None:
         self._token = ""
-        self._passes = False  # the rest of a token that is none for a byte
+        self._passes = False  # the rest of a token that is not for a byte
         self._run = b""
 
     def push(self, text: str, ends: bool) -> Iterator[Fragment]:

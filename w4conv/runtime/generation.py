@@ -21,8 +21,8 @@ class Generation:
     finish: "stop" (an end token), "length" (max_tokens), "context" (the context is full) or "interrupted".
     prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
     decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
-    n_drafted, n_accepted: tokens drafted by lookup, and those of them that the model chose too.
-    n_dropped: tokens whose keys and values the model's `kv_memory` had no room for any more.
+    n_drafted, n_accepted: tokens drafted by prompt lookup, and those that the model accepted.
+    n_dropped: tokens dropped from the KV cache by `kv_memory`.
     ids: the n_generated tokens; end_id: the end token behind them, None where none ended the text.
     """
 
@@ -64,9 +64,9 @@ def generate_text(
 ) -> Generation:
     """Continue `prompt_ids`; on_piece gets the text as it becomes complete.
 
-    on_drop: called once when tokens are dropped for want of `kv_memory`, with how many of the newest ones stay.
-    lookup: most tokens to draft from the text so far and check in one pass; the output is the same bytes as without.
-    at_start: the answer is a text of its own, not a continuation of the prompt's (see Tokenizer.stream).
+    on_drop: called once when `kv_memory` first drops tokens, with the number of newest tokens that stay.
+    lookup: most tokens to draft from the text so far, verified in one pass; the output does not change.
+    at_start: the answer starts a new text; else it continues the prompt (see Tokenizer.stream).
     KeyboardInterrupt ends the run; what there is by then is returned, with finish "interrupted". Raises UsageError when
     the prompt is empty or does not fit the context.
     """

@@ -52,6 +52,7 @@ BUFFER: Final = re.compile(
     r"|(^|\.)(position_ids|causal_mask|cached_mask)$"
 )
 MAX_SHARDS: Final = 10_000
+SHARD: Final = re.compile(r"-\d+-of-\d+\b")
 # Endings of what other 4-bit and 8-bit formats store in place of a plain weight.
 PACKED_ENDINGS: Final = (
     ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map",
@@ -149,7 +150,9 @@ def open_as_stored(directory: Path) -> HuggingFaceSource:
     weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
     found = _read_shards(directory, weights, weight_map)
     config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
-    method: dict[str, Any] = next((config[key] for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), {})
+    key = next((key for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), "")
+    method: dict[str, Any] = config[key] if key else {}
+    kind = method.get("quant_method", method.get("quant_algo", "mlx" if key == "quantization" else "safetensors"))
     source = HuggingFaceSource(
         directory,
         files=[*files, *(directory / name for name in weights)],
@@ -157,7 +160,7 @@ def open_as_stored(directory: Path) -> HuggingFaceSource:
         entries=found,
         blobs=blobs,
         notes=[],
-        kind=str(method.get("quant_method", method.get("quant_algo", "safetensors")))[:40],
+        kind=str(kind)[:40],
     )
     source.tensors = {name: replace(t, nbytes=found[name][1].nbytes) for name, t in source.tensors.items()}
     settings = {key: value for key, value in method.items() if isinstance(value, str | int | float | bool)}
@@ -196,9 +199,11 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
     if index is not None:
         files.append(directory / index)
     files += [directory / name for name in weights]
+    if (named := index or weights[0]) not in (INDEX, SINGLE):
+        notes.append(f"There is no {SINGLE}: the weights are those of {named}.")
     named_by = f"{index} names" if index else f"{weights[0]} holds"
     aside = _weight_files(directory) - set(weights)
-    other_indexes = {path.name for path in directory.glob("*.safetensors.index.json")} - {index}
+    other_indexes = set(_indexes(directory)) - {index}
     if other_indexes and aside:
         warnings.append(
             f"There is more than one set of weights. As in transformers, {named_by} the weights; left aside: "
@@ -321,8 +326,8 @@ def _language_part(found: dict[str, tuple[MappedFile, Entry]], notes: list[str])
 def _check_is_model(directory: Path) -> None:
     """Tell what a directory without a full model is, and what to do."""
     names = _weight_files(directory)
-    has_model = any(n.endswith(".safetensors") and not n.startswith("adapter_") for n in names) or any(
-        directory.glob("*.safetensors.index.json")
+    has_model = any(n.endswith(".safetensors") and not n.startswith("adapter_") for n in names) or bool(
+        _indexes(directory)
     )
     if not has_model and ((directory / "adapter_config.json").exists() or "adapter_model.safetensors" in names):
         raise InputError(
@@ -360,9 +365,14 @@ def _weight_files(directory: Path) -> set[str]:
     return {p.name for p in directory.iterdir() if holds_weights(p.name)}
 
 
+def _indexes(directory: Path) -> list[str]:
+    """Names of the indexes of shards, those of a variant too (model.safetensors.index.fp16.json)."""
+    return sorted(p.name for p in directory.glob("*.safetensors.index*.json"))
+
+
 def _find_index(directory: Path) -> tuple[str, dict[str, str]] | tuple[None, None]:
     """Name of the index of shards and its map of tensor to shard; None where there is no index."""
-    indexes = sorted(p.name for p in directory.glob("*.safetensors.index.json"))
+    indexes = _indexes(directory)
     if not indexes:
         return None, None
     if INDEX not in indexes and len(indexes) > 1:
@@ -376,7 +386,7 @@ def _single_file(directory: Path) -> list[str]:
     names = sorted(n for n in _weight_files(directory) if n.endswith(".safetensors") and not n.startswith("adapter_"))
     if SINGLE in names:
         return [SINGLE]
-    if any("-of-" in n for n in names):
+    if any(SHARD.search(n) for n in names):
         raise InputError(f"{directory}: shards ({listed(sorted(names), most=4)}) without {INDEX}; download it too")
     if len(names) > 1:
         raise InputError(
@@ -439,6 +449,11 @@ def _refuse_packed(found: dict[str, tuple[MappedFile, Entry]], directory: Path) 
             raise InputError(
                 f"{directory}: {name} belongs to a quantized checkpoint, but config.json says nothing of it, or not of "
                 "this tensor. Without it, what the bytes mean would be a guess"
+            )
+        if name.endswith(".weight") and entry.dtype.startswith("F8_"):
+            raise InputError(
+                f"{file.path}: {name} is stored as {entry.dtype}, and there is no scale for it ({name}_scale_inv, or "
+                f"{name}_scale): what the values are would be a guess. Convert the original model, or another copy"
             )
         if name.endswith((".weight", ".bias")) and entry.dtype not in VALUE_DTYPES:
             raise InputError(f"{file.path}: {name}: stored as {entry.dtype}; only F16, BF16 and F32 are supported")
