@@ -36,7 +36,7 @@ ALL_SCHEMES = [
 SCHEMES_OF_1_1 = [
     *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
     *(QuantScheme(kind, 16, "f16") for kind in ("int4", "e2m1", "int8", "int8o")),
-    *(QuantScheme(kind, size, "i8") for kind in scheme.BITS if kind not in scheme.FLOAT_KINDS for size in (16, 128)),
+    *(QuantScheme(kind, size, "i8") for kind in scheme.KINDS if kind not in scheme.FLOAT_KINDS for size in (16, 128)),
 ]
 
 

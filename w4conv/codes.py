@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.arrays import VALUE_DTYPES, Array, F32Array
-from w4conv.scheme import SUPER_COLUMNS, TILE_ROWS, QuantScheme
+from w4conv.scheme import KINDS, SUPER_COLUMNS, TILE_ROWS, QuantScheme
 
 INT4_PAD: Final = 8  # the code of zero
 MAX_ZERO_POINT: Final = 15
@@ -30,20 +30,7 @@ SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "f16": np.dtype("<f2"), "f32": np.dtype("<f4"), "i8": np.dtype("i1"),
 }  # fmt: skip
 
-# 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
-NF4: Final = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-_FP4_MAGNITUDES: Final = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
-FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
-_E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
-E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
-IQ4NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_TABLES: Final = {"nf4": NF4, "fp4": FP4, "e2m1": E2M1, "iq4nl": IQ4NL}
-CODEBOOKS: Final = {kind: np.array(table, np.float32) for kind, table in _TABLES.items()}
-_PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
+CODEBOOKS: Final = {kind.name: np.array(kind.levels, np.float32) for kind in KINDS.values() if kind.levels}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +60,12 @@ def grid(scheme: QuantScheme) -> Grid:
     if scheme.kind in CODEBOOKS:
         order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
         return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8))
-    return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.kind == "int4z")
+    return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.has_zero_points)
 
 
 def pad_code(scheme: QuantScheme) -> int:
     """The code, or bits of the value, in padding rows and columns (w4-codes 3.5)."""
-    return _PAD_CODES.get(scheme.kind, 0)
+    return KINDS[scheme.kind].pad
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -115,7 +102,7 @@ def row_parts(scheme: QuantScheme) -> dict[str, RowPart]:
             found[f"super_{kind}"] = RowPart(SCALE_DTYPES["f16"], SUPER_COLUMNS)
 
     numbers("scales")
-    if scheme.kind == "int4z":
+    if scheme.has_zero_points:
         found["zero_points"] = RowPart(np.dtype("u1"), scheme.group_size)
     if scheme.has_offsets:
         numbers("offsets")
@@ -277,12 +264,10 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
     levels: F32Array
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
-    elif scheme.kind == "int4z":
+    elif scheme.has_zero_points:
         levels = codes.astype(np.float32) - per_column("zero_points")
-    elif scheme.kind == "int4":
-        levels = codes.astype(np.float32) - np.float32(INT4_PAD)
     else:
-        levels = codes.astype(np.float32)
+        levels = codes.astype(np.float32) - np.float32(KINDS[scheme.kind].centre)
     with np.errstate(over="ignore", invalid="ignore"):  # the scales of a file not verified may be anything
         levels *= numbers("scales")
         if scheme.has_offsets:

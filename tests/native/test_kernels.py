@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from w4conv import codes, kernels
 from w4conv.errors import UsageError
 from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
-from w4conv.scheme import BITS, GROUP_SIZES, INTEGER_KINDS, QuantScheme
+from w4conv.scheme import GROUP_SIZES, KINDS, QuantScheme
+
+INTEGER_KINDS = [kind.name for kind in KINDS.values() if kind.takes_integers]
 
 TIERS = kernels.isa_tiers()
 DOTS = {
@@ -227,7 +229,7 @@ def test_the_ends_of_fp16_scales(tier: str, kind: str, steps: int) -> None:
 # ---- dequantizing ----
 
 
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (128, "f32"), (0, "f16")])
 def test_dequantizing_equals_the_reference_bit_for_bit(tier: str, kind: str, group_size: int, scale_dtype: str) -> None:
     for shape in ((1, 1), (35, 77), (16, 300)):

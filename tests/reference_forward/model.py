@@ -198,6 +198,8 @@ def activation(kind: str, g: F32, u: F32) -> F32:
     if kind == "gelu":
         y = GELU_SCALE * fma(g * g * GELU_CUBE, g, g)
         return g / (f32(1) + exp(-y)) * u
+    if kind != "clamped":
+        raise ValueError(f"no such activation: {kind}")
     g = np.where(g > f32(7), f32(7), g)
     u = np.where(u < f32(-7), f32(-7), np.where(u > f32(7), f32(7), u))
     return g / (f32(1) + exp(-(CLAMPED_SCALE * g))) * (u + f32(1))

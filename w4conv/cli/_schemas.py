@@ -14,19 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
-# What each command reports: schema name, module and class.
-REPORTS: Final = {
-    "quantize": ("w4conv.commands.quantize", "ConversionReport"),
-    "calibrate": ("w4conv.commands.calibrate", "StatisticsReport"),
-    "inspect": ("w4conv.commands.inspect", "Inspection"),
-    "verify": ("w4conv.commands.verify", "VerifyReport"),
-    "diff": ("w4conv.commands.diff", "DiffReport"),
-    "cat": ("w4conv.commands.cat", "Extract"),
-    "bench": ("w4conv.commands.bench", "BenchReport"),
-    "export": ("w4conv.exports.report", "ExportReport"),
-    "run": ("w4conv.commands.run", "RunReport"),
-}
-
+from w4conv.cli.main import COMMANDS
 
 HEAD = """\
 # What --json writes
@@ -41,7 +29,7 @@ _WORDS: Final = {str: "string", int: "integer", float: "number", bool: "boolean"
 
 
 def report_type(command: str) -> type:
-    module, name = REPORTS[command]
+    module, name = importlib.import_module(f"w4conv.cli.{command}").REPORT
     found: type = getattr(importlib.import_module(module), name)
     return found
 
@@ -85,7 +73,7 @@ def page() -> str:
     """docs/json.md"""
     parts = [HEAD]
     seen: list[Any] = []
-    for command in REPORTS:
+    for command in COMMANDS:
         cls = report_type(command)
         parts.append(f"## w4conv.{command}/1\n\nof `w4conv {command}`.\n")
         parts += _table(cls, seen)

@@ -14,6 +14,7 @@ from w4conv.cli._options import Activations, Json, KvKind, Threads
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import UsageError
 
+REPORT = ("w4conv.commands.bench", "BenchReport")
 EPILOG = """\
 \b
 Examples:

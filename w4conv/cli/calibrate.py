@@ -10,6 +10,7 @@ from w4conv.cli import _output
 from w4conv.cli._options import Json, Threads
 from w4conv.cli._progress import progress_bar
 
+REPORT = ("w4conv.commands.calibrate", "StatisticsReport")
 EPILOG = """\
 \b
 Examples:

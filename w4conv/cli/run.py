@@ -23,6 +23,7 @@ CUT = {
     "length": "the answer was cut after {n:,} tokens; -n allows more",
     "context": "the answer was cut: the context of {ctx:,} tokens is full",
 }
+REPORT = ("w4conv.commands.run", "RunReport")
 EPILOG = """\
 \b
 Examples:

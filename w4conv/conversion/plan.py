@@ -23,7 +23,8 @@ from w4conv.progress import Progress, Silent
 from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS
 from w4conv.quantization.folding import FoldedSource, Folding
-from w4conv.quantization.recipe import CALIBRATED, Recipe, Rule, is_calibrated
+from w4conv.quantization.recipe import Recipe, Rule, is_calibrated
+from w4conv.scheme import KINDS
 from w4conv.sources.base import Source
 
 TOOL: Final = f"w4conv {__version__}"
@@ -287,7 +288,7 @@ def calibrated_methods(model: Inventory, recipe: Recipe, default: str, *, with_t
                 )
             raise UsageError(
                 f"recipe: method {method} for {t.name}, {t.role} as {choice.kind}; calibrated are linear weights "
-                f"as {', '.join(CALIBRATED)}, and heads in 4 bits"
+                f"as {', '.join(kind for kind in KINDS if KINDS[kind].is_calibrated)}, and heads in 4 bits"
             )
     if with_text and not methods:
         raise UsageError(f"scheme {recipe.scheme} keeps linear weights as floats, so there is nothing to calibrate")

@@ -38,6 +38,7 @@ from w4conv.progress import Progress
 
 KINDS: Final = ("int4", "int4z", "int8")
 ROW_BLOCKS: Final = (128, 64, 32)  # for one scale a row
+NO_NODES: Final = ("clamped_silu",)  # activations that the graph does not write
 HEAD_MULTIPLE: Final = 16
 ALIGNMENT: Final = 64
 GENAI_TYPES: Final = {"gemma3": "gemma3_text", "olmo2": "olmo"}  # where it has another word
@@ -50,6 +51,7 @@ def plan(model: ExportModel, options: Options) -> Plan:
     for reason, there in (
         ("experts", spec.experts is not None),
         ("sinks", spec.sinks),
+        (f"the activation {spec.activation}", spec.activation in NO_NODES),
         ("a rotary embedding that depends on the length of the text", spec.rope.scaling in ("dynamic", "longrope")),
     ):
         if there:

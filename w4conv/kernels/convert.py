@@ -13,7 +13,7 @@ from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import UsageError
 from w4conv.kernels.multiply import matrix_parts
 from w4conv.kernels.pool import as_bytes, native_pool
-from w4conv.scheme import KEPT_ONLY, TILE_ROWS, QuantScheme
+from w4conv.scheme import KINDS, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
@@ -51,7 +51,7 @@ def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int
     values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
     (16 rows) may be coded one after another and concatenated. Raises BadValueError.
     """
-    if scheme.is_float or scheme.kind in KEPT_ONLY or scheme.scale_dtype != "f16":
+    if scheme.is_float or not KINDS[scheme.kind].is_rounded_to or scheme.scale_dtype != "f16":
         raise UsageError(f"no native quantizer for scheme {scheme}")
     return _convert(values, dtype, scheme, threads)
 
@@ -72,7 +72,7 @@ def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None
     n_lines = -(-n_columns // scheme.columns_per_dword)
     lines = np.empty((n_tiles, n_lines, TILE_ROWS), np.uint32)
     scales = np.empty((n_tiles, scheme.n_groups(n_columns), TILE_ROWS), np.float16)
-    zero_points = np.empty(scales.shape, np.uint8) if scheme.kind == "int4z" else None
+    zero_points = np.empty(scales.shape, np.uint8) if scheme.has_zero_points else None
     if lines.size == 0:
         return PackedRows(lines, scales, zero_points, 0)
     reason, row, column, n_underflowed = _native.convert(

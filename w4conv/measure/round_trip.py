@@ -20,7 +20,7 @@ from w4conv.models import spec_of
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
 from w4conv.quantization.recipe import is_calibrated
-from w4conv.scheme import KEPT_ONLY, TILE_ROWS
+from w4conv.scheme import KINDS, TILE_ROWS
 from w4conv.sources.base import CodedRows, Source
 
 KEPT_METHOD: Final = "keep"  # codes and scales of the source, unchanged
@@ -186,7 +186,7 @@ class _Block:
             found = kernels.compare(codes.as_f32(self.values, self.dtype), dequantized, max(dequantized.size, 1))
             same_type = scheme.kind == self.dtype.lower()
             return found._replace(reproduced=same_type and self._equal("values", self.values))
-        reproduce = not kept and scheme.kind not in KEPT_ONLY and scheme.scale_dtype == "f16"
+        reproduce = not kept and KINDS[scheme.kind].is_rounded_to and scheme.scale_dtype == "f16"
         group_size = scheme.group_size or self.values.shape[1]
         found = kernels.compare_with_source(
             self.values, self.dtype, scheme, self.parts, group_size, reproduce=reproduce, threads=threads

@@ -86,7 +86,7 @@ class ModelSpec:
     qk_norm: RMSNorm on queries and keys before the rotation, of each "head" or of the whole "row"; "" for none.
     fused: matrices that hold several: "qkv" (queries' rows, then keys', then values'), "gate_up" (the gate's first).
     interleaved: the rows of gate and up alternate.
-    activation: "silu", "gelu_tanh" or "clamped_silu".
+    activation: a key of ACTIVATIONS: "silu", "gelu_tanh" or "clamped_silu".
     attention_scale: factor of q.k; 0 stands for 1 / sqrt(head_dim). residual_scale: factor of each branch's output.
     softcaps: x -> cap * tanh(x / cap); 0 for none. sinks: a logit a head that takes part in the softmax.
     """

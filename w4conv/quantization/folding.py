@@ -23,6 +23,7 @@ import numpy.typing as npt
 from w4conv import codes
 from w4conv.errors import InputError
 from w4conv.models import spec_of
+from w4conv.models.activations import ACTIVATIONS
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 
@@ -41,7 +42,7 @@ def can_fold(spec: ModelSpec, hook: str) -> bool:
     """Whether factors fold exactly into what produces the rows of `hook`."""
     if hook in _NORMS:
         return _NORMS[hook] in spec.norms and spec.norm_offset == 0
-    return hook == "o" or (spec.experts is None and spec.activation != "clamped_silu")
+    return hook == "o" or (spec.experts is None and ACTIVATIONS[spec.activation].linear_in_up)
 
 
 def given_to(part: str) -> str:
