@@ -13,6 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from w4conv import codes, scheme
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.container import Container, Layout, TensorPlan, Writer, plan, validate
 from w4conv.errors import FormatError
 from w4conv.scheme import QuantScheme
@@ -69,7 +70,7 @@ def random_values(coding: QuantScheme, shape: Sequence[int], seed: int) -> np.nd
     values = np.random.default_rng(seed).standard_normal(tuple(shape)).astype(np.float32)
     if coding.kind == "bf16":
         return np.asarray(values.view(np.uint32) >> 16, np.uint16)
-    return values.astype(codes.VALUE_DTYPES[coding.kind])
+    return values.astype(VALUE_DTYPES[coding.kind.upper()])
 
 
 def as_bytes(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

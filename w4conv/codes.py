@@ -21,18 +21,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import VALUE_DTYPES, Array, F32Array
 from w4conv.scheme import SUPER_COLUMNS, TILE_ROWS, QuantScheme
-
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
 
 INT4_PAD: Final = 8  # the code of zero
 MAX_ZERO_POINT: Final = 15
 SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "f16": np.dtype("<f2"), "f32": np.dtype("<f4"), "i8": np.dtype("i1"),
-}  # fmt: skip
-VALUE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    "f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4"),
 }  # fmt: skip
 
 # 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
@@ -179,7 +174,7 @@ def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
         halves = c.reshape(n_matrices, n_rows, n_columns // 8, 2, 4)
         packed = halves[..., 0, :] | halves[..., 1, :] << 4  # (n_matrices, n_rows, n_lines, 4) u8
         return tile(np.ascontiguousarray(packed).view("<u4")[..., 0])
-    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind]
+    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind.upper()]
     padded = np.ascontiguousarray(_pad(codes, scheme.columns_per_dword, 0), dtype)
     return tile(padded.view("<u4"))
 
@@ -191,7 +186,7 @@ def unpack(scheme: QuantScheme, tiles: npt.NDArray[np.uint32], n_rows: int, n_co
         packed = dwords.astype("<u4")[..., None].view(np.uint8)  # (n_matrices, n_rows, n_lines, 4)
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
         return codes.reshape(*dwords.shape[:2], 8 * dwords.shape[2])[:, :n_rows, :n_columns]
-    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind]
+    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind.upper()]
     return dwords.astype("<u4", copy=False).view(dtype)[:, :n_rows, :n_columns]
 
 
@@ -262,7 +257,7 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
     if scheme.is_float:
         raw = np.ascontiguousarray(parts["values"])
         if len(shape) < 2:
-            values = raw.view(VALUE_DTYPES[scheme.kind]).reshape(shape)
+            values = raw.view(VALUE_DTYPES[scheme.kind.upper()]).reshape(shape)
         else:
             values = unpack(scheme, _tiles(scheme, shape, raw), shape[-2], shape[-1]).reshape(shape)
         return bf16_to_f32(values.astype(np.uint16)) if scheme.kind == "bf16" else values.astype(np.float32)

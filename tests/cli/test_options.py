@@ -46,7 +46,7 @@ def test_every_need_can_fail() -> None:
 ALL_ACT: tuple[dict[str, object], ...] = (
     {
         "out": "absent.w4", "html": "absent.html", "calibration": "t", "against": "in", "ppl": True, "text": "t",
-        "temperature": 1.0, "to": "safetensors", "shape": "llama-3-8b", "scheme": "w4a16",
+        "temperature": 1.0, "to": "safetensors", "shape": "llama-3-8b", "scheme": "w4a16", "chat": True,
     },
 )  # fmt: skip
 
@@ -76,6 +76,8 @@ IDLE = [
     ("verify {gguf} --against {w4} -t 1", "--threads"),
     ("diff {w4} {w4} --all --json", "--all"),
     ("run {w4} -p a --seed 7", "--seed"),
+    ("run {w4} -p a --chat-template default", "--chat-template"),
+    ("verify {w4} --special-tokens text", "--special-tokens"),
     ("run {w4} -p a --seed 0 --temperature 0", "--seed"),
     ("run {w4} -p a --top-k 5", "--top-k"),
     ("run {w4} -p a --top-p 1", "--top-p"),

@@ -51,7 +51,8 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """form: how matrices are stored: "" as BF16, "mxfp4" gpt-oss's experts so, "mlx" affine, "mlx-mxfp4"."""
+    """form: how matrices are stored: "" as BF16, "mxfp4" gpt-oss's experts so, "mlx" affine, "mlx-mxfp4"; "gguf": one
+    file, its matrices in the types of BLOCKS in turn."""
 
     architecture: str
     model_type: str
@@ -93,6 +94,9 @@ CHECKPOINTS = {
     ),
     "llama-mlx-mxfp4": Checkpoint(
         "LlamaForCausalLM", "llama", {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "mlx-mxfp4"
+    ),
+    "llama-gguf": Checkpoint(
+        "LlamaForCausalLM", "llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}, "gguf"
     ),
     "mistral": Checkpoint("MistralForCausalLM", "mistral", {"sliding_window": 20}),
     "mixtral": Checkpoint("MixtralForCausalLM", "mixtral", {"sliding_window": None} | EXPERTS),
@@ -213,10 +217,107 @@ def stored(t: TensorSpec, checkpoint: Checkpoint) -> Iterator[tuple[str, Stored]
         yield name, bf16(x)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Of a type of GGUF. number: that stands for it in a file. halves: where its FP16 numbers lie, of about
+    2^-exponent. scales: where bytes lie that are numbers in E4M3."""
+
+    number: int
+    columns: int
+    nbytes: int
+    halves: tuple[int, ...]
+    exponent: int
+    scales: int = 0
+
+
+BLOCKS = {  # between them every scheme that holds them
+    "Q8_0": Block(8, 32, 34, (0,), 9), "Q5_1": Block(7, 32, 24, (0, 2), 7), "IQ4_NL": Block(20, 32, 18, (0,), 9),
+    "NVFP4": Block(40, 64, 36, (), 0, 4), "TQ2_0": Block(35, 256, 66, (64,), 3),
+    "IQ4_XS": Block(23, 256, 136, (0,), 14), "Q2_K": Block(10, 256, 84, (80, 82), 7),
+    "Q3_K": Block(11, 256, 110, (108,), 9),
+    "Q4_K": Block(12, 256, 144, (0, 2), 12), "Q5_K": Block(13, 256, 176, (0, 2), 13),
+    "Q6_K": Block(14, 256, 210, (208,), 14), "IQ3_S": Block(21, 256, 110, (0,), 10),
+    "IQ2_XS": Block(17, 256, 74, (0,), 8),
+}  # fmt: skip
+
+
+def blocks(name: str, shape: tuple[int, ...], kind: Block) -> bytes:
+    """Bytes of any value; an FP16 number has either sign and any fraction."""
+    n = int(np.prod(shape)) // kind.columns
+    raw = words(name, -(-n * kind.nbytes // 8)).astype("<u8").view(np.uint8)[: n * kind.nbytes].reshape(n, kind.nbytes)
+    for at in kind.halves:
+        bits = raw[:, at].astype(np.uint16) | raw[:, at + 1].astype(np.uint16) << 8
+        halves = (bits & 0x83FF | (15 - kind.exponent) << 10).astype("<u2")
+        raw[:, at : at + 2] = halves[:, None].view(np.uint8)
+    raw[:, : kind.scales] = raw[:, : kind.scales] & 0x1F | 0x10  # 2^-5 to 2^-2
+    return raw.tobytes()
+
+
+def gguf_text(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+def gguf_name(name: str) -> str:
+    for old, new in (
+        ("model.layers", "blk"), ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"),
+        ("lm_head", "output"), ("post_attention_layernorm", "ffn_norm"), ("input_layernorm", "attn_norm"),
+        ("self_attn.o_proj", "attn_output"), ("self_attn.", "attn_"), ("mlp.", "ffn_"), ("_proj", ""),
+    ):  # fmt: skip
+        name = name.replace(old, new)
+    return name
+
+
+def write_gguf(checkpoint: Checkpoint, path: Path) -> Path:
+    """Version 3: metadata, index, data at multiples of 32."""
+    config = checkpoint.config
+    numbers = {
+        "llama.block_count": config["num_hidden_layers"], "llama.context_length": config["max_position_embeddings"],
+        "llama.embedding_length": config["hidden_size"], "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+    }  # fmt: skip
+    metadata = gguf_text("general.architecture") + (8).to_bytes(4, "little") + gguf_text("llama")
+    for key, number in numbers.items():
+        metadata += gguf_text(key) + (4).to_bytes(4, "little") + number.to_bytes(4, "little")
+    epsilon = np.array(config["rms_norm_eps"], "<f4").tobytes()
+    metadata += gguf_text("llama.attention.layer_norm_rms_epsilon") + (6).to_bytes(4, "little") + epsilon
+    index, data, kinds = b"", b"", list(BLOCKS.values())
+    tensors = list(parse_config(config).tensors())
+    for t in tensors:
+        if len(t.shape) == 1:
+            number, raw = 0, values(t).astype("<f4").tobytes()
+        else:
+            kinds.append(kinds.pop(0))
+            number, raw = kinds[-1].number, blocks(t.name, t.shape, kinds[-1])
+        index += gguf_text(gguf_name(t.name)) + len(t.shape).to_bytes(4, "little")
+        index += b"".join(n.to_bytes(8, "little") for n in reversed(t.shape))
+        index += number.to_bytes(4, "little") + len(data).to_bytes(8, "little")
+        data += raw + b"\0" * (-len(raw) % 32)
+    header = b"GGUF" + (3).to_bytes(4, "little") + len(tensors).to_bytes(8, "little")
+    header += (len(numbers) + 2).to_bytes(8, "little") + metadata + index
+    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
+    return path
+
+
+def file_of(name: str, folder: Path) -> Path:
+    """What holds the tensors of a checkpoint."""
+    return folder / name / ("model.gguf" if CHECKPOINTS[name].form == "gguf" else "model.safetensors")
+
+
+def source_of(name: str, folder: Path) -> Path:
+    """The checkpoint for w4conv to read, written once."""
+    path = file_of(name, folder)
+    if not path.exists():
+        write_checkpoint(name, path.parent)
+    return path if path.suffix == ".gguf" else path.parent
+
+
 def write_checkpoint(name: str, directory: Path) -> Path:
-    """A Hugging Face directory, its bytes the same everywhere."""
+    """A Hugging Face directory, or a GGUF file in it, its bytes the same everywhere."""
     checkpoint = CHECKPOINTS[name]
     directory.mkdir(parents=True, exist_ok=True)
+    if checkpoint.form == "gguf":
+        return write_gguf(checkpoint, directory / "model.gguf")
     (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=1) + "\n")
     header, data = {}, b""
     for t in parse_config(checkpoint.config).tensors():

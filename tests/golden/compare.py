@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
 import numpy as np
 import numpy.typing as npt
-from checkpoints import BASE, CHECKPOINTS, write_checkpoint
+from checkpoints import BASE, CHECKPOINTS, file_of, source_of
 
 import w4conv
 from w4conv import kernels
@@ -45,7 +45,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "f16": {"scheme": "f16"},
     "bf16": {"scheme": "bf16"},
     "f32": {"scheme": "f32"},
-    "keep": {"scheme": "keep"},  # int4o and e2m1, which only other formats have
+    "keep": {"scheme": "keep"},  # what only other formats have
 }
 BYTES: dict[str, Any] = {"activations": "int8", "kv": "int8"}
 
@@ -108,10 +108,7 @@ def convert(case: Case, folder: Path) -> Path:
     """The container of a case, made once."""
     path = folder / f"{case.container.replace('/', '-')}.w4"
     if not path.exists():
-        source = folder / case.checkpoint
-        if not source.exists():
-            write_checkpoint(case.checkpoint, source)
-        w4conv.quantize(source, path, **SCHEMES[case.scheme])
+        w4conv.quantize(source_of(case.checkpoint, folder), path, **SCHEMES[case.scheme])
     return path
 
 
@@ -123,7 +120,7 @@ def computed(folder: Path) -> dict[str, dict[str, str]]:
     for case in cases():
         path = convert(case, folder)
         with open_container(path) as container, Model(container, **case.options) as model:
-            checkpoints[case.checkpoint] = sha256((folder / case.checkpoint / "model.safetensors").read_bytes())
+            checkpoints[case.checkpoint] = sha256(file_of(case.checkpoint, folder).read_bytes())
             containers[case.container] = container_digest(container)
             ids, session = tokens(case.n_tokens), model.session()
             at_once = logits_digest(model.logits(ids))

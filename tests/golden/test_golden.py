@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, source_of
 from compare import DIGESTS, Case, cases, computed, container_digest, convert, differences, logits_digest, tokens
 from reference_forward import ReferenceModel, arithmetic, attention, gemm, model, rope
 
@@ -17,7 +17,7 @@ from w4conv import codes, kernels
 from w4conv.container import open_container
 from w4conv.models import known_architectures
 from w4conv.quantization.reference import quantize_codes, quantize_rtn
-from w4conv.scheme import BITS
+from w4conv.scheme import BITS, HELD_GROUP_SIZES, SCALE_DTYPES
 from w4conv.sources import open_source
 
 GOLDEN = json.loads(DIGESTS.read_text())
@@ -47,7 +47,7 @@ def test_the_reference_forward_pass_gives_the_logits(case: Case, folder: Path) -
 )
 def test_the_reference_quantizer_gives_the_codes(case: Case, folder: Path) -> None:
     path = convert(case, folder)
-    with open_container(path) as container, open_source(folder / case.checkpoint) as source:
+    with open_container(path) as container, open_source(source_of(case.checkpoint, folder)) as source:
         assert container_digest(container) == GOLDEN["containers"][case.container]
         for name, info in container.tensors.items():
             if info.scheme.is_float or case.scheme == "keep":
@@ -68,11 +68,15 @@ def test_the_reference_quantizer_gives_the_codes(case: Case, folder: Path) -> No
 
 def test_the_cases_have_every_architecture_and_scheme(folder: Path) -> None:
     assert {c.architecture for c in CHECKPOINTS.values()} == set(known_architectures())
-    kinds = set()
+    schemes = set()
     for case in cases():
         with open_container(convert(case, folder)) as container:
-            kinds |= {tensor.scheme.kind for tensor in container.tensors.values()}
-    assert kinds == set(BITS)
+            schemes |= {tensor.scheme for tensor in container.tensors.values()}
+    assert {scheme.kind for scheme in schemes} == set(BITS)
+    assert {scheme.group_size for scheme in schemes} == set(HELD_GROUP_SIZES)
+    assert {scheme.scale_dtype for scheme in schemes} == {"", *SCALE_DTYPES}
+    two_levels = {scheme.kind for scheme in schemes if scheme.is_two_level}
+    assert two_levels == {"int4", "int4o", "iq4nl", "int8", "int8o"}
 
 
 # ---- what a reader of the page could take for granted, each of which the digests tell apart -------------------------
@@ -105,6 +109,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, Any, str]] = {
     "exp: ln 2 in one part": (arithmetic, "MINUS_LN2_LOW", np.float32(0), LLAMA),
     "exp: ln 2 rounded": (arithmetic, "MINUS_LN2_HIGH", -np.float32(np.log(2)), LLAMA),
     "lanes summed from the left": (arithmetic, "tree", from_the_left, LLAMA),
+    "a super-scale for 512 columns": (gemm, "SUPER_COLUMNS", 512, "llama-gguf, keep, 40 tokens"),
     "weights without fma": (gemm, "fma", unfused, "llama, f32, 40 tokens"),
     "levels without fma": (gemm, "fma", unfused, "llama, nf4/g64, 40 tokens"),
     "attention without fma": (attention, "fma", unfused, LLAMA),

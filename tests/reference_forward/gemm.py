@@ -13,7 +13,8 @@ from w4conv import codes
 from w4conv.container import Container
 from w4conv.scheme import QuantScheme
 
-INTEGER_KINDS = ("int4", "int4z", "int4o", "e2m1", "int8")
+INTEGER_KINDS = ("int4", "int4z", "int4o", "e2m1", "iq4nl", "int8", "int8o")
+SUPER_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,18 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
         tiled = np.ascontiguousarray(parts[part]).view(dtype).reshape(n_matrices, n_tiles, -1, 16)
         return codes.unpack_rows(tiled, n_rows)
 
-    dtype = {"f16": "<f2", "f32": "<f4"}[scheme.scale_dtype]
     group_size = scheme.group_size or n_columns
-    scales = of_groups("scales", dtype).astype(f32)
-    offsets = of_groups("offsets", dtype).astype(f32) if scheme.kind == "int4o" else [None] * n_matrices
+
+    def numbers(part: str) -> F32:
+        """Scales or offsets; of two levels (w4-codes 2.5) the product of both."""
+        found = of_groups(part, {"f16": "<f2", "f32": "<f4", "i8": "i1"}[scheme.scale_dtype]).astype(f32)
+        if scheme.scale_dtype != "i8":
+            return found
+        runs = np.arange(found.shape[2]) * group_size // SUPER_COLUMNS
+        return found * of_groups(f"super_{part}", "<f2").astype(f32)[..., runs]
+
+    scales = numbers("scales")
+    offsets = numbers("offsets") if scheme.kind in ("int4o", "int8o") else [None] * n_matrices
     levels: npt.NDArray[np.generic]
     if scheme.kind == "int4":
         levels = stored.astype(np.int64) - 8
@@ -76,6 +85,8 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
     elif scheme.kind == "e2m1":
         levels = np.rint(2 * codes.CODEBOOKS["e2m1"])[stored].astype(np.int64)
         scales = scales * f32(0.5)
+    elif scheme.kind == "iq4nl":
+        levels = codes.CODEBOOKS["iq4nl"][stored].astype(np.int64)
     elif scheme.kind in ("nf4", "fp4"):
         levels = codes.CODEBOOKS[scheme.kind][stored]
     else:

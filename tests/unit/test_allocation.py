@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import WORDS, make_llama_dir
 
-from w4conv.calibration.calibrator import sensitivity
+from w4conv.calibration import sensitivity
 from w4conv.commands.quantize import ConversionReport, quantize
 from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError

@@ -73,7 +73,7 @@ class Place:
 
 
 COUNTS: dict[str, Callable[[Place, Any], object]] = {
-    "quantize threads": lambda p, n: p.quantize(threads=n),
+    "quantize threads": lambda p, n: p.quantize(threads=n, target_bpw=5.0),
     "quantize group_size": lambda p, n: p.quantize(group_size=n),
     "quantize calibration_tokens": lambda p, n: p.calibrated(calibration_tokens=n),
     "quantize calibration_ctx": lambda p, n: p.calibrated(calibration_ctx=n),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import w4conv
 PACKAGE = Path(w4conv.__file__).parent
 # Rooms, and the modules beside them, lowest first. A room imports from itself and from what stands before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("arrays", "errors", "progress"),
     ("arguments", "elementary", "scheme", "sizes", "workers"),
     ("codes", "cpus"),
     ("files",),
@@ -32,8 +33,29 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 
+PAGE = Path(__file__).parents[2] / "docs/architecture.md"
+BEGIN, END = "<!-- rooms: written by tests/unit/test_house.py -->", "<!-- end -->"
+
+
 def rank(room: str) -> int:
     return next(i for i, rooms in enumerate(LAYERS) if room in rooms)
+
+
+def subject(room: str) -> str:
+    """The first sentence of its docstring."""
+    path = PACKAGE / room / "__init__.py" if (PACKAGE / room).is_dir() else PACKAGE / f"{room}.py"
+    first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+    return " ".join(first.split()).split(". ")[0].removesuffix(".")
+
+
+def table() -> str:
+    """The rooms, highest first; those of one layer stand side by side."""
+    lines = ["| layer | room | what it holds |", "|---|---|---|"]
+    for layer in range(len(LAYERS) - 1, -1, -1):
+        for room in LAYERS[layer]:
+            name = f"{room}/" if (PACKAGE / room).is_dir() else f"{room}.py"
+            lines.append(f"| {layer} | `{name}` | {subject(room)} |")
+    return "\n".join(lines)
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -63,6 +85,45 @@ def test_imports_run_one_way() -> None:
         assert rank(target) < rank(room), f"{file} imports {target}, which does not lie below {room}"
         checked += 1
     assert checked > 50
+
+
+def test_every_room_has_a_layer_and_a_subject() -> None:
+    found = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    rooms = [room for rooms in LAYERS for room in rooms]
+    assert sorted(rooms) == sorted(found - {"__init__", "__pycache__"})
+    assert [room for room in rooms if not subject(room)] == []
+
+
+def test_the_table_of_rooms() -> None:
+    page = PAGE.read_text()
+    assert BEGIN in page
+    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run: python tests/unit/test_house.py"
+
+
+def module_imports() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, for types only too. Without the package itself, whose names
+    are lazy."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {full if full in modules else node.module for full in inside.values()}
+        found[module] = (names & set(modules)) - {module, "w4conv"}
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    edges = module_imports()
+    assert len(edges) > 100
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names one
 
 
 @pytest.mark.parametrize("library", ["typer", "tqdm", "click"])
@@ -110,3 +171,8 @@ def test_functions_of_the_api_stay_functions() -> None:
         assert callable(getattr(w4conv, name)), name
         assert not (PACKAGE / name).exists()
         assert not (PACKAGE / f"{name}.py").exists()
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from w4conv.cli import _output
+from w4conv.cli._bench_table import cells, columns, facts, labels
 from w4conv.cli._output import markup
 from w4conv.cli._svg import COLOURS, DARK_COLOURS, STYLE, Axis, Chart, colour, colours, stacked_bars
-from w4conv.cli.bench import cells, columns, facts, labels
 
 if TYPE_CHECKING:
     from w4conv.commands.bench import BenchReport, Rate

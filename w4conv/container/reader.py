@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Bytes
 from w4conv.container import validate
 from w4conv.container.integrity import check_data, check_tensor
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, SIGNATURE, Header, Part, TensorInfo, digest
@@ -24,8 +25,6 @@ from w4conv.errors import ClosedError, FormatError, InputError, OutputError
 from w4conv.files.mapped import refuse_stand_in
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The native kernels, with numpy in and out. This room and runtime/engine.py are the importers of the native module."""
+"""The native kernels, with numpy in and out."""
 
 from w4conv.kernels.calibrated import (
     factor,

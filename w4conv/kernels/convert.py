@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import UsageError
 from w4conv.kernels.multiply import matrix_parts
 from w4conv.kernels.pool import as_bytes, native_pool
@@ -16,7 +17,6 @@ from w4conv.scheme import KEPT_ONLY, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
-VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 
 
 class BadValueError(ValueError):

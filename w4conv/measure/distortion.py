@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import kernels
-
-F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
+from w4conv.arrays import F32Array, F64Array
 
 
 @dataclass(frozen=True, slots=True)

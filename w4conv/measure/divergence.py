@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import elementary
+from w4conv.arrays import F64Array
 from w4conv.errors import InputError
 from w4conv.measure.layerwise import ScoredBlock
-from w4conv.measure.perplexity import F64Array, NotFiniteError, Windows
+from w4conv.measure.perplexity import NotFiniteError, Windows
 
 PERCENTILES: Final = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 

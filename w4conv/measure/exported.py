@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import F32Array
 from w4conv.container import Container
 from w4conv.errors import InputError
 from w4conv.measure.distortion import DistortionMeter
@@ -28,8 +28,6 @@ GGUF_WITHOUT: Final = ("family", "architecture", "sliding_windows")
 GGUF_ROUNDED: Final = {"embedding_scale": 2**-8}
 FLOAT_TOLERANCE: Final = 1e-6  # settings that a format keeps as float32
 _BLOCK_VALUES: Final = 1 << 20  # values compared at a time
-
-F32Array = npt.NDArray[np.float32]
 
 
 def compare_export(container: Container, source: Source, progress: Progress) -> tuple[RoundTrip, list[str]]:

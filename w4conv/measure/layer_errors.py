@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import cpus, kernels
+from w4conv.arrays import F32Array
 from w4conv.models.spec import READS
 from w4conv.runtime.engine import ACTIVATION_BITS, Captured, Matrix
 from w4conv.runtime.layers import LoadedLayer
-
-F32Array = npt.NDArray[np.float32]
 
 N_WINDOWS: Final = 4  # the first of the text, observed
 _BRANCHES: Final = {"attention": "o_proj", "mlp": "down_proj"}  # and its last matrix

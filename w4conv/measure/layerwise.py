@@ -11,7 +11,8 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from w4conv.measure.perplexity import F32Array, F64Array, Windows, check_finite, negative_log_likelihoods
+from w4conv.arrays import F32Array, F64Array
+from w4conv.measure.perplexity import Windows, check_finite, negative_log_likelihoods
 from w4conv.runtime.engine import Captured
 from w4conv.runtime.layers import LayeredModel, LoadedLayer
 

@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from w4conv import elementary
 from w4conv.arguments import count, optional_count
+from w4conv.arrays import F32Array, F64Array
 from w4conv.errors import InputError, UsageError
 
-F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 DEFAULT_CTX: Final = {"llama.cpp": 512, "gptq": 2048}

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import Array
 from w4conv.container import Container, TensorInfo
 from w4conv.errors import InputError
 from w4conv.files.blobs import config_of
@@ -28,8 +29,6 @@ SAME_IN_GGUF: Final = (
     ("gguf", "MistralForCausalLM", "LlamaForCausalLM"),
 )  # the same computation where there are no windows
 _BLOCK_VALUES: Final = 1 << 22  # values compared at a time: 16 MB of float32
-
-Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,8 @@ def _fetch(cached: Path) -> bytes:
         settings: Any = importlib.import_module("huggingface_hub.utils")
     except ImportError:
         raise InputError(
-            f"the {WIKITEXT2_NAME} is not here, and huggingface_hub is not installed to fetch it; {advice}"
+            f"the {WIKITEXT2_NAME} is not here, and huggingface_hub is not installed to fetch it (pip "
+            f"install 'w4conv[hub]'); {advice}"
         ) from None
     settings.disable_progress_bars()  # they would write to standard error
     try:

@@ -1,1 +1,1 @@
-""""""
+"""A container runs: tokenizer, chat, engine, sessions, sampling, generation."""

@@ -9,21 +9,22 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, SupportsIndex
+from typing import Final, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, arguments, cpus, kernels
 from w4conv.arguments import count, optional_count
+from w4conv.arrays import F32Array
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import spec_of
 from w4conv.models.generic import refuse_to_run
 from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler, greedy
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
-F32Array = npt.NDArray[np.float32]
 ACTIVATION_BITS: Final = {"int16": 16, "int8": 8}
 KV_KINDS: Final = ("f16", "int8", "f32")
 KV_SINKS: Final = TILE_ROWS  # attention sinks: first tokens of a sequence, kept when kv_memory drops others
@@ -33,12 +34,6 @@ Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, npt.NDArray[np.uint8]]
 TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
 
 _ROPE_STEP: Final = 1024  # lengths whose frequencies are made together
-
-
-class TokenSampler(Protocol):
-    """Chooses the next token from logits of shape (vocab_size,)."""
-
-    def __call__(self, logits: F32Array) -> int: ...
 
 
 class _Engine:
@@ -257,21 +252,10 @@ class Model:
         """
         prompt, most = arguments.token_ids(prompt_ids, self.spec.vocab_size), count(max_tokens, "max_tokens")
         stops = frozenset(arguments.token_ids(stop_ids, self.spec.vocab_size).tolist())
-        return self._generate(self.session(), prompt, most, sampler, stops)
-
-    def _generate(
-        self, session: Session, prompt: npt.NDArray[np.int32], max_tokens: int, sampler: TokenSampler | None,
-        stops: frozenset[int],
-    ) -> Iterator[int]:  # fmt: skip
-        logits = session.append(prompt)[0]
-        for n in range(max_tokens):
-            token = int(np.argmax(logits)) if sampler is None else sampler(logits)
-            if token in stops:
-                return
-            yield token
-            if n + 1 == max_tokens or session.n_tokens == self.ctx:
-                return
-            logits = session.append([token])[0]
+        loop = DecodeLoop(
+            self.session(), prompt, n_positions=self.ctx, max_tokens=most, sampler=sampler or greedy, stop_ids=stops
+        )
+        return iter(loop)
 
     def close(self) -> None:
         """Drop the native model, once no thread runs it, and close the container if this object opened it."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import F32Array
 from w4conv.container import Container
 from w4conv.errors import InputError
 from w4conv.models import spec_of
@@ -20,7 +21,6 @@ from w4conv.runtime.engine import HeadModel, LayerModel, Matrix, padded_width
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
 
-F32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 _BLOCK_NBYTES: Final = 1 << 25  # of source values in memory beside the matrix

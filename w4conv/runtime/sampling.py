@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from w4conv import elementary
 from w4conv.arguments import count, real, shown
+from w4conv.arrays import F64Array
 from w4conv.errors import UsageError
-
-F64Array = npt.NDArray[np.float64]
 
 
 class Sampler:
