@@ -204,8 +204,8 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
 @pytest.mark.parametrize(
     ("n", "size", "kind"), [(32, 32, "int4"), (130, 130, "int4"), *((75, 32, kind) for kind in GRIDS)]
 )
-@pytest.mark.parametrize("fed_back", [True, False])
-def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool, kind: str) -> None:
+@pytest.mark.parametrize("rounded", [True, False])
+def test_search_of_scales(tier: str, n: int, size: int, rounded: bool, kind: str) -> None:
     grid = GRIDS[kind]
     rng = np.random.default_rng(3)
     w = rng.standard_normal((32, n)).astype(np.float32)
@@ -222,15 +222,13 @@ def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool, kind: st
         part = slice(g * size, min(n, (g + 1) * size))
         unit, pivots[part] = factored(np.ascontiguousarray(h[part, part]))
         factors[g].reshape(-1)[: unit.size] = mirrored(unit).ravel()
-        expected.append(
-            reference.search_scales(w[:, part], unit if fed_back else None, pivots[part], multipliers, grid)
-        )
+        expected.append(reference.search_scales(w[:, part], unit if rounded else None, pivots[part], multipliers, grid))
     scales, q_min, errors = kernels.search_scales(
-        tiled(w), size, factors if fed_back else None, pivots, multipliers, grid=grid, threads=2
+        tiled(w), size, factors if rounded else None, pivots, multipliers, grid=grid, threads=2
     )
-    wanted_scales, wanted_lows, wanted_errors = (np.stack(found, 1) for found in zip(*expected, strict=True))
+    wanted_scales, wanted_q_min, wanted_errors = (np.stack(found, 1) for found in zip(*expected, strict=True))
     assert np.array_equal(untiled(scales).view(np.uint16), wanted_scales.view(np.uint16))
-    assert np.array_equal(untiled(q_min), wanted_lows)
+    assert np.array_equal(untiled(q_min), wanted_q_min)
     assert np.array_equal(untiled(errors), wanted_errors)
     assert (untiled(scales)[5] == 0).all()
     assert (untiled(q_min)[7] == 0).all() == grid.is_asymmetric
@@ -247,7 +245,7 @@ def test_error_of_the_search_is_the_output_error() -> None:
     np.testing.assert_allclose(np.einsum("ri,ij,rj->r", e, h, e), errors, rtol=1e-3)
 
 
-def test_feedback_against_every_assignment_of_codes() -> None:
+def test_column_updates_against_every_assignment_of_codes() -> None:
     """Of all choices of codes for four columns: never better than the best, and mostly better than nearest codes."""
     n, scale = 4, np.float32(0.25)
     codes = np.array(list(itertools.product(range(-8, 8), repeat=n)), np.float32)
@@ -273,7 +271,7 @@ def test_feedback_against_every_assignment_of_codes() -> None:
     assert better >= 8
 
 
-def test_feedback_follows_the_textbook_recipe_with_the_inverse() -> None:
+def test_column_updates_are_those_of_the_textbook_with_the_inverse() -> None:
     """GPTQ as published: the first column first, errors spread by the Cholesky factor of the inverse."""
     n, scale = 24, np.float32(0.3)
     h = moments(n, 7)

@@ -285,7 +285,7 @@ def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
     assert (found.reproduced, found.equal, np.isnan(found.largest)) == (False, False, True)
 
 
-# ---- products ----
+# ---- GEMV and GEMM ----
 
 
 def coded(
@@ -340,9 +340,7 @@ def per_row(parts: dict[str, npt.NDArray[np.generic]], kind: str, n_rows: int) -
     return np.asarray(codes.unpack_rows(np.asarray(parts[kind])[None], n_rows)[0])
 
 
-def integer_product(
-    scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32, bits: int = 16
-) -> F32:
+def integer_gemm(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32, bits: int = 16) -> F32:
     """docs/numerics.md 2 in numpy: the same float32 operations in the same order."""
     n_rows, n_columns = w.shape
     group = scheme.group_size or n_columns
@@ -376,7 +374,7 @@ def integer_product(
 
 @pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "e2m1", "int8"])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int) -> None:
+def test_integer_gemm_equals_its_definition(tier: str, kind: str, group_size: int) -> None:
     """For every number of tokens that has a kernel of its own, and for more."""
     rng = np.random.default_rng(7)
     for n_rows, n_columns in ((3, 5), (40, 200), (16, 576), (115, 1000)):
@@ -387,7 +385,7 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
         x[[1, -1]] *= np.float32(2.0 ** rng.integers(-110, -60))
         scheme, parts, _ = coded(kind, group_size, w, "f16" if n_rows < 100 else "f32")
         for bits in (16, 8):
-            want = integer_product(scheme, w, parts, x, bits)
+            want = integer_gemm(scheme, w, parts, x, bits)
             for n_tokens in (*range(1, 14), len(x)):
                 got = kernels.matmul(scheme, w.shape, parts, x[:n_tokens], threads=2, activation_bits=bits)
                 np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
@@ -402,7 +400,7 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
     ],
     ids=repr,
 )
-def test_integer_products_of_version_1_1(tier: str, scheme: QuantScheme) -> None:
+def test_integer_gemm_of_version_1_1(tier: str, scheme: QuantScheme) -> None:
     rng = np.random.default_rng(13)
     for n_rows, n_columns in ((3, 5), (40, 280), (115, 600)):
         x = rng.standard_normal((133, n_columns)).astype(np.float32)
@@ -411,7 +409,7 @@ def test_integer_products_of_version_1_1(tier: str, scheme: QuantScheme) -> None
         values = codes.dequantize(scheme, (n_rows, n_columns), {k: kernels.as_bytes(v) for k, v in parts.items()})
         assert np.array_equal(kernels.dequantize(scheme, (n_rows, n_columns), parts), values)
         for bits in (16, 8):
-            want = integer_product(scheme, values, parts, x, bits)
+            want = integer_gemm(scheme, values, parts, x, bits)
             for n_tokens in (1, 2, 3, 4, 5, 12, 13, len(x)):
                 got = kernels.matmul(scheme, (n_rows, n_columns), parts, x[:n_tokens], threads=2, activation_bits=bits)
                 np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
@@ -430,7 +428,7 @@ def test_an_output_that_goes_around_the_caches_is_the_same(tier: str, kind: str)
     if kind == "f32":
         np.testing.assert_allclose(got, x @ wq.T, rtol=1e-4, atol=1e-4)
     else:
-        want = integer_product(scheme, w, parts, x)
+        want = integer_gemm(scheme, w, parts, x)
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
@@ -450,7 +448,7 @@ def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) ->
     scheme = QuantScheme("int8", n, "f32")
     eye = np.eye(n, dtype=np.int8)
     parts = {k: v[0] for k, v in codes.pack_matrix(scheme, eye, np.ones((n, 1), np.float32), None, None).items()}
-    want = integer_product(scheme, np.zeros((n, n), np.float32), parts, x, bits)
+    want = integer_gemm(scheme, np.zeros((n, n), np.float32), parts, x, bits)
     for rows in (1, len(x)):
         for at in range(0, len(x), rows):
             got = kernels.matmul(scheme, (n, n), parts, x[at : at + rows], activation_bits=bits)
@@ -470,7 +468,7 @@ def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -
     parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points, offsets)
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
-    want = integer_product(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
+    want = integer_gemm(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
     for rows_of_x in (x[1:2], *(x[:n] for n in range(1, 15))):
         got = kernels.matmul(scheme, (16, n), parts, rows_of_x, activation_bits=bits)
         first = 1 if rows_of_x[0, 0] < 0 else 0
@@ -484,7 +482,7 @@ def fused_multiply_add() -> Callable[[float, float, float], float]:
     return libm.fmaf  # type: ignore[no-any-return]  # ctypes knows no types
 
 
-def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
+def codebook_gemm(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
     """docs/numerics.md 3 for codebooks: a chain of fma over a block, then a product and a sum."""
     fmaf = fused_multiply_add()
     n_rows, n_columns = w.shape
@@ -507,21 +505,19 @@ def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[n
 @pytest.mark.parametrize(
     ("group_size", "scale_dtype"), [(32, "f16"), (256, "f16"), (0, "f32"), (16, "f16"), (32, "i8")]
 )
-def test_products_with_a_codebook_equal_their_definition(
-    tier: str, kind: str, group_size: int, scale_dtype: str
-) -> None:
+def test_codebook_gemm_equals_its_definition(tier: str, kind: str, group_size: int, scale_dtype: str) -> None:
     rng = np.random.default_rng(8)
     for shape in ((83, 75), (16, 290)):
         w = rng.standard_normal(shape).astype(np.float32)
         x = rng.standard_normal((13, shape[1])).astype(np.float32)
         scheme, parts, _ = coded(kind, group_size, w, scale_dtype)
-        want = codebook_product(scheme, w, parts, x)
+        want = codebook_gemm(scheme, w, parts, x)
         for rows_of_x in (x[:1], x[:3], x):
             got = kernels.matmul(scheme, shape, parts, rows_of_x, threads=2)
             np.testing.assert_array_equal(got.view(np.uint32), want[: len(got)].view(np.uint32))
 
 
-def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
+def test_integer_gemm_is_closer_than_f16_activations(tier: str) -> None:
     rng = np.random.default_rng(3)
     w = rng.standard_normal((64, 4096)).astype(np.float32)
     x = rng.standard_normal((4, 4096)).astype(np.float32)
@@ -536,7 +532,7 @@ def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 14])
-def test_float_products_are_one_chain_of_fused_multiply_adds(tier: str, kind: str, n_tokens: int) -> None:
+def test_float_gemm_is_one_chain_of_fused_multiply_adds(tier: str, kind: str, n_tokens: int) -> None:
     fmaf = fused_multiply_add()
     rng = np.random.default_rng(5)
     w = rng.standard_normal((21, 137)).astype(np.float32)

@@ -69,7 +69,7 @@ def test_memory_controllers_are_found_as_sysfs_describes_them(tmp_path: Path) ->
     assert found == [MemoryEvent("memory_read", 23, 0x0304, cpu, 64.0) for cpu in (0, 28)]
 
 
-def test_counts_are_scaled_where_counters_took_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_are_scaled_where_events_were_multiplexed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the kernel itself may not be counted, as often on virtual machines; and with two memory controllers."""
     opened: list[int] = []
 

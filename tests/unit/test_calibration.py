@@ -76,7 +76,7 @@ def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
     assert found["best"].error == min(s.error for s in found.values())
 
 
-def test_outputs_of_other_inputs_are_aimed_at() -> None:
+def test_output_residual() -> None:
     """The matrix reads x, and is to give what w gives of y and some more: its loss is what it differs from that."""
     w, _, _ = problem(20, 48)
     rng = np.random.default_rng(5)
