@@ -181,7 +181,7 @@ class _Block:
             found = kernels.compare(codes.as_f32(self.values, self.dtype), restored, max(restored.size, 1))
             same_type = scheme.kind == self.dtype.lower()
             return found._replace(remade=same_type and self._equal("values", self.values))
-        remake = not kept and scheme.kind not in KEPT_ONLY and scheme.scale_dtype == "f16"
+        remake = not kept and (scheme.is_float or (scheme.kind not in KEPT_ONLY and scheme.scale_dtype == "f16"))
         group_size = scheme.group_size or self.values.shape[1]
         found = kernels.compare_with_source(
             self.values, self.dtype, scheme, self.parts, group_size, remake=remake, threads=threads
