@@ -20,7 +20,7 @@ _LN2_LOW: Final = float.fromhex("0x1.a39ef35793c76p-33")
 _STEPS: Final = 512  # of an octave
 _PER_STEP: Final = float.fromhex("0x1.71547652b82fep+0") * _STEPS  # 1 / ln 2
 _ROUNDS: Final = float(3 << 51)  # adding it rounds to a whole number, half to even, which the low bits then hold
-_LEAST, _MOST = -708.0, 709.0
+_LEAST, _MOST = -708.0, 709.78  # beyond, a power of two leaves the normal range
 _BLOCK: Final = 4096  # values whose intermediate results stay in the cache
 
 
@@ -40,7 +40,7 @@ _POWERS: Final = _powers_of_two()
 
 
 def exp(x: npt.ArrayLike) -> F64Array:
-    """Error below one unit in the last place. 0 below -708, infinity above 709."""
+    """Error below one unit in the last place. 0 below -708, infinity above 709.78."""
     x = np.asarray(x, np.float64, order="C")
     out = np.empty(x.shape)
     flat_in, flat_out = x.reshape(-1), out.reshape(-1)

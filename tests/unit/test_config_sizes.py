@@ -18,7 +18,7 @@ from w4conv import quantize
 from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.models.rope import RopeSpec
-from w4conv.runtime import engine
+from w4conv.models.spec import ModelSpec
 from w4conv.runtime.engine import Model
 
 MOST = 1 << 26
@@ -159,11 +159,11 @@ def test_logits_are_those_of_a_table_made_at_once(tmp_path: Path, monkeypatch: p
         session = model.session()
         grown = [session.append(piece)[0] for piece in np.split(ids, [1, 30, 33, 34, 1055, 1056, 1058, 2100])]
 
-    def at_once(spec: Any) -> list[tuple[RopeSpec, Any]]:
+    def at_once(spec: ModelSpec, n_positions: int) -> list[tuple[RopeSpec, Any]]:
         (table,) = spec.rope.tables(spec.head_dim, 2600)
         return [(RopeSpec(spec.rope.theta), table)]
 
-    monkeypatch.setattr(engine, "_tables", at_once)
+    monkeypatch.setattr(ModelSpec, "rope_tables", at_once)
     with Model(tmp_path / "m.w4", threads=2) as model:
         session = model.session()
         wanted = [session.append(piece)[0] for piece in np.split(ids, [1, 30, 33, 34, 1055, 1056, 1058, 2100])]

@@ -69,10 +69,15 @@ def test_stand_ins_in_place_of_other_files(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path)
     for name in ("model.gguf", "model.w4", "imatrix.dat", "stats.safetensors", "rules.toml", "text.txt"):
         (tmp_path / name).write_bytes(LFS)
-    (directory / "model.safetensors.index.json").write_bytes(LFS)
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    index.write_bytes(LFS)
+    report = w4conv.quantize(directory, tmp_path / "beside.w4")  # as transformers, which does not read the index then
+    assert any(index.name in note for note in report.notes)
+    single.rename(tmp_path / single.name)
     with pytest.raises(InputError, match="LFS"):
         convert(directory)
-    (directory / "model.safetensors.index.json").unlink()
+    (tmp_path / single.name).rename(single)
+    index.unlink()
     with pytest.raises(InputError, match="LFS"):
         w4conv.quantize(tmp_path / "model.gguf", tmp_path / "out.w4")
     with pytest.raises(InputError, match="LFS"):

@@ -186,7 +186,8 @@ class _Block:
             found = kernels.compare(codes.as_f32(self.values, self.dtype), dequantized, max(dequantized.size, 1))
             same_type = scheme.kind == self.dtype.lower()
             return found._replace(reproduced=same_type and self._equal("values", self.values))
-        reproduce = not kept and KINDS[scheme.kind].is_rounded_to and scheme.scale_dtype == "f16"
+        rounded = KINDS[scheme.kind].is_rounded_to and (scheme.is_float or scheme.scale_dtype == "f16")
+        reproduce = rounded and not kept
         group_size = scheme.group_size or self.values.shape[1]
         found = kernels.compare_with_source(
             self.values, self.dtype, scheme, self.parts, group_size, reproduce=reproduce, threads=threads
