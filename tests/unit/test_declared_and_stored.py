@@ -205,6 +205,29 @@ def test_read_as_the_library_does(tmp_path: Path, case: str) -> None:
     assert checked.round_trip.overall.rmse == 0
 
 
+def test_blocks_and_rows_in_one_checkpoint(tmp_path: Path) -> None:
+    """Each module has the scales that the group which targets it says."""
+
+    def encode(module: str, array: Any, seed: int) -> Any:
+        rng, (n_rows, n_columns) = np.random.default_rng(seed), array.shape
+        shape = (n_rows // 32, n_columns // 32) if "mlp" in module else (n_rows, 1)
+        return {
+            f"{module}.weight": ("F8_E4M3", rng.integers(0, 126, array.shape).astype(np.uint8)),
+            f"{module}.weight_scale": ("F32", rng.random(shape).astype(np.float32)),
+        }
+
+    blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32], "symmetric": True}
+    settings = ct(num_bits=8, type="float", strategy="channel", group_size=None)
+    settings |= {"format": "float-quantized"}
+    settings["config_groups"]["group_1"] = {"targets": ["re:.*mlp.*"], "weights": blocks}
+    directory = write(tmp_path / "m", settings, encode)
+    raw, found = packed.load(directory), values_of(directory)
+    for name in [name for name in found if "_proj" in name]:
+        scale = raw[f"{name}_scale"]
+        size = (raw[name].shape[0] // scale.shape[0], raw[name].shape[1] // scale.shape[1])
+        assert same(found[name], E4M3[raw[name]] * np.kron(scale, np.ones(size, np.float32)))
+
+
 def stored(directory: Path) -> dict[str, Any]:
     with safe_open(directory / "model.safetensors", "numpy") as file:
         return {name: ("F16", file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  # not a mapping
