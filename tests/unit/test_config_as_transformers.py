@@ -146,3 +146,35 @@ def test_ropes(tmp_path: Path, kind: str, case: str, monkeypatch: pytest.MonkeyP
     with open_source(directory) as source:
         settle_declarations(source)
         assert any("the factor is used" in warning for warning in source.warnings) == warns
+
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+LOCAL_LINEAR = {FULL: YARN | {"rope_theta": 1e6}, LOCAL: LINEAR | {"rope_theta": 1e4}}
+NESTED: dict[str, Any] = {
+    "each its own": {"rope_parameters": LOCAL_LINEAR},
+    "original beside": {"rope_parameters": LOCAL_LINEAR, "original_max_position_embeddings": 128},
+    "theta beside": {"rope_parameters": {FULL: LINEAR, LOCAL: LINEAR}, "rope_theta": 5e5, "rope_local_base_freq": 7e3},
+    "theta twice": {"rope_parameters": LOCAL_LINEAR, "rope_theta": 5e5, "rope_local_base_freq": 7e3},
+    "whole float": {"rope_parameters": {FULL: YARN | {"original_max_position_embeddings": 32.0}, LOCAL: LINEAR}},
+    "scaling of the full ones": {"rope_scaling": LINEAR, "rope_theta": 5e5, "rope_local_base_freq": 7e3},
+    "factor against lengths": {"rope_parameters": {FULL: YARN | {"factor": 3.0}, LOCAL: LINEAR}},
+    "yarn in the windows": {"rope_parameters": {FULL: LINEAR, LOCAL: YARN}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_ropes_of_kinds_of_layers(case: str) -> None:
+    settings = {**SIZES, "head_dim": 16, **NESTED[case]}
+    made = transformers.CONFIG_MAPPING["gemma3_text"].from_dict(json.loads(json.dumps(settings)))
+    spec = parse_config({"model_type": "gemma3_text", **settings})
+    for kind, rope in ((FULL, spec.rope), (LOCAL, spec.local_rope)):
+        assert rope is not None
+        own = made.rope_parameters[kind]
+        if own["rope_type"] == "default":
+            assert rope.scaling == "default"
+            assert rope.theta == own["rope_theta"]
+            continue
+        want, magnitude = rope_utils.ROPE_INIT_FUNCTIONS[own["rope_type"]](made, "cpu", layer_type=kind)
+        (table, *_) = rope.tables(16, 8)
+        np.testing.assert_allclose(table.frequencies[0], want.numpy(), rtol=2e-6)
+        assert table.magnitude == pytest.approx(magnitude, rel=1e-6)

@@ -7,15 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import packed
 import pytest
 from exports import same
-from helpers import make_llama_dir, write_safetensors
+from helpers import make_llama_dir, make_llama_gguf, write_safetensors
 from safetensors import safe_open
+from test_gguf_block_types import mixed
 from test_sources_packed import GPTQ, Q, awq, bnb, compressed, gptq, mlx, values_of, write
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.commands.inspect import inspect
 from w4conv.errors import InputError, UsageError
 from w4conv.sources import open_source
@@ -202,6 +205,29 @@ def test_read_as_the_library_does(tmp_path: Path, case: str) -> None:
     assert checked.round_trip.overall.rmse == 0
 
 
+def test_blocks_and_rows_in_one_checkpoint(tmp_path: Path) -> None:
+    """Each module has the scales that the group which targets it says."""
+
+    def encode(module: str, array: Any, seed: int) -> Any:
+        rng, (n_rows, n_columns) = np.random.default_rng(seed), array.shape
+        shape = (n_rows // 32, n_columns // 32) if "mlp" in module else (n_rows, 1)
+        return {
+            f"{module}.weight": ("F8_E4M3", rng.integers(0, 126, array.shape).astype(np.uint8)),
+            f"{module}.weight_scale": ("F32", rng.random(shape).astype(np.float32)),
+        }
+
+    blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32], "symmetric": True}
+    settings = ct(num_bits=8, type="float", strategy="channel", group_size=None)
+    settings |= {"format": "float-quantized"}
+    settings["config_groups"]["group_1"] = {"targets": ["re:.*mlp.*"], "weights": blocks}
+    directory = write(tmp_path / "m", settings, encode)
+    raw, found = packed.load(directory), values_of(directory)
+    for name in [name for name in found if "_proj" in name]:
+        scale = raw[f"{name}_scale"]
+        size = (raw[name].shape[0] // scale.shape[0], raw[name].shape[1] // scale.shape[1])
+        assert same(found[name], E4M3[raw[name]] * np.kron(scale, np.ones(size, np.float32)))
+
+
 def stored(directory: Path) -> dict[str, Any]:
     with safe_open(directory / "model.safetensors", "numpy") as file:
         return {name: ("F16", file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  # not a mapping
@@ -329,3 +355,31 @@ def test_generic_where_only_the_embedding_is_quantized(tmp_path: Path) -> None:
         w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic")
     report = w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", scheme="w4a16", embeddings="keep")
     assert not any("second time" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("head", [None, "stored", "tied"])
+@pytest.mark.parametrize("embedding", ["F16", "Q8_0", "Q6_K", "Q4_K", "IQ4_XS"])
+def test_heads_of_gguf(tmp_path: Path, embedding: str, head: str | None) -> None:
+    """output.weight counts where it is, as in llama.cpp; --head tied leaves it out."""
+    path, _ = mixed(tmp_path / "m.gguf", ("Q4_K",), embedding)
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    report = w4conv.quantize(path, tmp_path / "m.w4", head=head)
+    assert any("differs from" in warning for warning in report.warnings) == (head == "tied")
+    with w4conv.open(tmp_path / "m.w4") as container:
+        assert ("lm_head.weight" in container.tensors) == (head != "tied")
+        for name, own in {"lm_head.weight": "output.weight", "model.embed_tokens.weight": "token_embd.weight"}.items():
+            if name in container.tensors:
+                assert same(container.dequantize(name), stored[own].astype(np.float32))
+    assert w4conv.verify(tmp_path / "m.w4", against=path).ok
+    export(tmp_path / "m.w4", tmp_path / "back.gguf", to="gguf")
+    assert ("output.weight" in {t.name for t in gguf.GGUFReader(tmp_path / "back.gguf").tensors}) == (head != "tied")
+    assert w4conv.verify(tmp_path / "back.gguf", against=tmp_path / "m.w4").ok
+
+
+@pytest.mark.parametrize("head", [None, "tied"])
+def test_gguf_without_a_head(tmp_path: Path, head: str | None) -> None:
+    path = make_llama_gguf(tmp_path / "m.gguf", tied=True)
+    report = w4conv.quantize(path, tmp_path / "m.w4", head=head)
+    assert not report.warnings
+    with pytest.raises(UsageError, match=r"has no lm_head.weight"):
+        w4conv.quantize(path, tmp_path / "n.w4", head="stored")

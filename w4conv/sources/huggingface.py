@@ -450,10 +450,10 @@ def _refuse_packed(found: dict[str, tuple[MappedFile, Entry]], directory: Path) 
                 f"{directory}: {name} belongs to a quantized checkpoint, but config.json says nothing of it, or not of "
                 "this tensor. Without it, what the bytes mean would be a guess"
             )
-        if name.endswith(".weight") and entry.dtype.startswith("F8_"):
+        if name.endswith(".weight") and len(entry.shape) == 2 and entry.dtype.startswith("F8_"):
             raise InputError(
-                f"{file.path}: {name} is stored as {entry.dtype}, and there is no scale for it ({name}_scale_inv, or "
-                f"{name}_scale): what the values are would be a guess. Convert the original model, or another copy"
+                f"{file.path}: {name}: stored as {entry.dtype}, and there is no scale for it ({name}_scale_inv, or "
+                f"{name}_scale); without one, only F16, BF16 and F32 are supported. Convert the original model"
             )
         if name.endswith((".weight", ".bias")) and entry.dtype not in VALUE_DTYPES:
             raise InputError(f"{file.path}: {name}: stored as {entry.dtype}; only F16, BF16 and F32 are supported")

@@ -50,7 +50,8 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
             out[name] = _int8(module, raw, sizes)
             _compare(out[name], module, settings, raw)
         else:
-            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=_block(weights))
+            own = _weights_of(module, settings, raw)
+            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=_block([own] if own else weights))
     return out
 
 
