@@ -25,9 +25,8 @@ from w4conv.sources.base import CodedRows, Source
 
 KEPT_METHOD: Final = "keep"  # codes and scales of the source, unchanged
 REPEATABLE_METHOD: Final = "rtn"  # other methods depend on a calibration set, which a container does not hold
-SAME_IN_GGUF: Final = (
-    ("gguf", "MistralForCausalLM", "LlamaForCausalLM"),
-)  # the same computation where there are no windows
+# The same computation where there are no windows.
+SAME_IN_GGUF: Final = (("gguf", "MistralForCausalLM", "LlamaForCausalLM"),)
 _BLOCK_VALUES: Final = 1 << 22  # values compared at a time: 16 MB of float32
 
 
@@ -96,9 +95,8 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
     calibrated = _calibrated(container, method)
     overall, quantized = DistortionMeter(), DistortionMeter()
     tensors = []
-    recoded: dict[
-        tuple[str, str], list[str]
-    ] = {}  # (coding in source, in container) -> names of tensors with equal values
+    # (coding in source, coding in container) -> names of tensors with equal values
+    recoded: dict[tuple[str, str], list[str]] = {}
     progress.start(sum(info.nbytes for info in container.tensors.values()))
     with FileDigests(source.files) as digests:
         for name, info in container.tensors.items():
