@@ -17,7 +17,7 @@ from typing import Any, Final
 # What each command reports: schema name, module and class.
 REPORTS: Final = {
     "quantize": ("w4conv.commands.quantize", "ConversionReport"),
-    "calibrate": ("w4conv.calibration.statistics", "StatisticsReport"),
+    "calibrate": ("w4conv.commands.calibrate", "StatisticsReport"),
     "inspect": ("w4conv.commands.inspect", "Inspection"),
     "verify": ("w4conv.commands.verify", "VerifyReport"),
     "diff": ("w4conv.commands.diff", "DiffReport"),
