@@ -31,7 +31,7 @@ def test_report_as_text(w4: Runner, container: Path, tmp_path: Path) -> None:
 
 def test_report_as_json(w4: Runner, container: Path, tmp_path: Path) -> None:
     report = json.loads(w4("export", container, "out", "--to", "safetensors", "--json").done().out)
-    assert report["schema"] == "w4conv.exports/1"
+    assert report["schema"] == "w4conv.export/1"
     assert report["exact"] is True
     assert report["output_nbytes"] == sum(f.stat().st_size for f in (tmp_path / "out").iterdir())
     planned = json.loads(

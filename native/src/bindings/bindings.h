@@ -6,8 +6,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "engine/pool.h"
 #include "w4conv/cpu.h"
@@ -25,6 +27,25 @@ using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device:
 inline void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
+
+// Other threads run Python while this stands. A daemon thread that wants to go on when the interpreter has ended is unwound
+// by CPython, which may not go through frames of C++: it stays here until the process ends.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
 
 // A matrix whose parts are these bytes; throws when they do not fit. Empty: the scheme has no such part.
 struct MatrixParts {

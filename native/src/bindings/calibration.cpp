@@ -22,7 +22,7 @@ void bound_products(Pool& pool, const FloatRows& a, const FloatRows& b, bool upp
   require(static_cast<int64_t>(b.shape(0)) == n_k && static_cast<int64_t>(out.shape(0)) == m &&
               static_cast<int64_t>(out.shape(1)) == n && (!upper || m == n),
           "wrong shape");
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   products(kernels(), pool, a.data(), b.data(), n_k, m, n, upper, out.data());
 }
 
@@ -34,7 +34,7 @@ int64_t bound_factor(Pool& pool, const FloatRows& h, const Columns& columns, con
   for (size_t i = 0; i < n; i++) {
     require(columns.data()[i] >= 0 && static_cast<size_t>(columns.data()[i]) < h.shape(0), "no such column");
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   return factor(kernels(), pool, h.data(), static_cast<int64_t>(h.shape(0)), columns.data(), diagonal.data(),
                 static_cast<int64_t>(n), unit.data(), pivots.data());
 }
@@ -60,7 +60,7 @@ void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const Flo
   for (size_t i = 0; i < n; i++) {
     require(group.data()[i] >= 0 && static_cast<size_t>(group.data()[i]) < n_groups, "no such group");
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   round_with_feedback(kernels(), pool, w.data(), static_cast<int64_t>(n_tiles), static_cast<int64_t>(n), group.data(),
                       scales.data(), lows.data(), static_cast<int64_t>(n_groups), factor.data(), grid, q.data());
 }
@@ -68,7 +68,7 @@ void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const Flo
 void bound_solve(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor, const Floats& pivots) {
   const size_t n = x.shape(1);
   require(x.shape(2) == 16 && factor.shape(0) == n && factor.shape(1) == n && pivots.size() == n, "wrong shape");
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   solve_rows(kernels(), pool, x.data(), static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(n), factor.data(),
              pivots.data());
 }
@@ -87,7 +87,7 @@ void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
   if (grid.is_codebook) {
     for (size_t i = 0; i < q.size(); i++) require(q.data()[i] >= 0 && q.data()[i] < 16, "no such level");
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, scales.data(), lows.data(), q.data());
 }
 
@@ -108,7 +108,7 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
     require(static_cast<int64_t>(tiles) == n_tiles && static_cast<int64_t>(groups) == n_groups,
             "scales, lows or errors: wrong shape");
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.shape(0) == 0 ? nullptr : factors.data(),
                 pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.shape(0)), grid, scales.data(),
                 lows.data(), errors.data());

@@ -189,7 +189,7 @@ void require_room(const Session& session, int64_t n) {
 void extend_rope(BoundModel& m, int64_t rope, const FloatRows& frequencies) {
   require(rope >= 0 && rope < static_cast<int64_t>(m.model.config().ropes.size()), "no such rope");
   require(static_cast<int64_t>(frequencies.shape(1)) == m.model.config().ropes[rope].n_pairs, "frequencies: wrong width");
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto lock = m.lock();
   m.model.rope(rope).add_frequencies(frequencies.data(), static_cast<int64_t>(frequencies.shape(0)));
 }
@@ -205,20 +205,20 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
   for (size_t i = 0; i < tokens.size(); i++) {
     require(tokens.data()[i] >= 0 && tokens.data()[i] < c.vocab_size, "a token id is outside the vocabulary");
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto lock = m.lock();
   require_room(session, n);
   m.model.forward(session, tokens.data(), n, n_out == n, n_out == 0 ? nullptr : logits.data());
 }
 
 void restart_stopwatch(BoundModel& m) {
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto lock = m.lock();
   m.model.stopwatch.restart();
 }
 
 std::tuple<double, double, double, double> part_seconds(BoundModel& m) {
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto lock = m.lock();
   const auto& s = m.model.stopwatch.seconds();
   return {s[0], s[1], s[2], s[3]};
@@ -248,7 +248,7 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
                         capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns),
                         static_cast<Until>(until),
                         attended};
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto lock = m.lock();
   require_room(session, n);
   m.model.run_layer(layer, session, n, x.data(), capture);
@@ -264,7 +264,7 @@ void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
   require(static_cast<int64_t>(logits.shape(0)) == n && static_cast<int64_t>(logits.shape(1)) == c.vocab_size,
           "logits: wrong shape");
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto lock = m.lock();
   m.model.finish(x.data(), n, logits.data());
 }

@@ -102,7 +102,7 @@ std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Byt
   const Kernels& k = kernels();
   BlockStatus s;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size, lines, scale_bits,
                       has_points ? points : nullptr);
   }
@@ -114,7 +114,7 @@ void bound_dequantize(Pool& pool, const MatrixParts& parts, const MutableFloatRo
   require(static_cast<int64_t>(out.shape(0)) == w.n_rows && static_cast<int64_t>(out.shape(1)) == w.n_columns,
           "out: wrong shape");
   const Kernels& k = kernels();
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   dequantize(k, pool, w, out.data());
 }
 
@@ -136,7 +136,7 @@ std::tuple<double, bool> bound_compare(Pool& pool, const FloatRows& x, const Flo
   require(x.shape(0) == y.shape(0) && x.shape(1) == y.shape(1), "x and y: different shapes");
   const GroupSums out = sums_of(sums, n_rows, n_columns, group_size);
   const Kernels& k = kernels();
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const RowDifference d = compare(k, pool, x.data(), y.data(), n_rows, n_columns, out);
   return {d.largest, d.equal};
 }
@@ -150,7 +150,7 @@ std::tuple<double, bool, bool> bound_compare_with_source(Pool& pool, const Bytes
   require(!remake || w.scale_type == ScaleType::kF16, "only FP16 scales are made");
   const GroupSums out = sums_of(sums, w.n_rows, w.n_columns, group_size);
   const Kernels& k = kernels();
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const SourceDifference found = compare_with_source(k, pool, values.data(), d, w, remake, out);
   return {found.largest, found.equal, found.remade};
 }

@@ -18,7 +18,7 @@ void matmul(Pool& pool, const MatrixParts& parts, const FloatRows& x, const Muta
   require(static_cast<int64_t>(y.shape(1)) == w.n_tiles() * kTileRows, "y: rows are not padded to 16");
   require(activation_bits == 8 || activation_bits == 16, "activations have 8 or 16 bits");
   const Kernels& k = kernels();
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   Inputs inputs(activation_bits);
   inputs.plan(n, w.n_columns, {&w});
   for (int64_t m = 0; m < n; m++) inputs.put(k, x.data() + m * width, m);
@@ -36,7 +36,7 @@ uint32_t read_all(Pool& pool, const Bytes& data) {
   require(data.size() % 64 == 0 && reinterpret_cast<uintptr_t>(data.data()) % 4 == 0, "data: not whole lines");
   constexpr int64_t kChunk = int64_t{1} << 20;
   const Kernels& k = kernels();
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const auto n = static_cast<int64_t>(data.size());
   std::atomic<uint32_t> out{0};
   pool.run((n + kChunk - 1) / kChunk,
@@ -48,7 +48,7 @@ uint32_t read_all(Pool& pool, const Bytes& data) {
 int64_t multiply_registers(Pool& pool, const std::string& operands) {
   require(operands == "int16" || operands == "int8" || operands == "float", "operands: neither int16, int8 nor float");
   const Kernels& k = kernels();
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   std::atomic<int64_t> out{0};
   const auto peak = operands == "float" ? k.peak_float : operands == "int8" ? k.peak_bytes : k.peak_int;
   pool.run(64 * pool.n_threads(), [&](int64_t, int) { out += peak(); });
