@@ -55,3 +55,30 @@ def test_pairs_of_ropes(tmp_path: Path, full: str, local: str) -> None:
         session.append(case.tokens[:40])
         session.truncate(10)
         assert np.abs(session.append(case.tokens[10:20])[0] - got[19]).max() == 0
+
+
+@pytest.mark.parametrize(("full", "local"), [(HALF, 12), (12, HALF), (40, 41), (2, 60), (HALF, HALF)])
+def test_two_longropes(tmp_path: Path, full: int, local: int) -> None:
+    """Each changes at its own length: every prefix, at once, one by one, and in pieces."""
+    short = {**KINDS["longrope"], "rope_theta": 1e4}
+    settings = {
+        "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {**short, "original_max_position_embeddings": full},
+            "sliding_attention": {**short, "original_max_position_embeddings": local},
+        },
+    }  # fmt: skip
+    case = Case("two", tmp_path, ("gemma3_text", settings))
+    want = np.stack([case.logits(case.tokens[: n + 1])[-1] for n in range(len(case.tokens))])
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    with w4conv.Model(tmp_path / "m.w4", kv="f32") as model:
+        got = model.logits(case.tokens)
+        assert np.abs(got - want).max() < 1e-4
+        session = model.session()
+        assert all(np.array_equal(session.append([t])[0], row) for t, row in zip(case.tokens, got, strict=True))
+        for n in (50, 20, 5, 36):
+            session = model.session()
+            session.append(case.tokens)
+            session.truncate(n)
+            assert np.array_equal(session.append(case.tokens[n:])[0], got[-1])

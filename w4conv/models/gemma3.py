@@ -70,11 +70,6 @@ def _ropes(config: Config) -> list[RopeSpec]:
     settings = [config.section("rope_parameters").section(kind) for kind in KINDS]
     if not config.section("rope_scaling").empty():
         settings = [config.section("rope_scaling"), Config({})]
-    ropes = [
+    return [
         rope_of(own, config, max_positions, head_dim, theta=theta) for own, theta in zip(settings, thetas, strict=True)
     ]
-    if len({rope.original_max_positions for rope in ropes if rope.scaling == "longrope"}) > 1:
-        raise config.error(
-            "rope_parameters", "two longrope scalings that change at different lengths are not supported"
-        )
-    return ropes

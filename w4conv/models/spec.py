@@ -165,16 +165,21 @@ class ModelSpec:
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
-    def long_after(self) -> int | None:
-        """Positions beyond which a sequence takes the second set of `rope_tables`; None where there is none."""
-        return next((rope.original_max_positions for rope in self.ropes if rope.scaling == "longrope"), None)
+    def long_after(self) -> tuple[int, ...]:
+        """Positions beyond which a sequence takes the next set of `rope_tables`, rising; () where there is one set."""
+        return tuple(sorted({rope.original_max_positions for rope in self.ropes if rope.scaling == "longrope"}))
+
+    def rope_set(self, n_positions: int) -> int:
+        """Which set of `rope_tables` a sequence of so many positions takes."""
+        return sum(n_positions > limit for limit in self.long_after)
 
     def rope_tables(self, n_positions: int) -> list[tuple[RopeSpec, RopeTable]]:
-        """A set of tables, one for each of `ropes`, for sequences of at most n_positions; behind it, where one is a
-        "longrope", the set for long ones. A rope that does not change has the same table in both."""
+        """A set of tables, one for each of `ropes`, for sequences of at most n_positions; behind it, where there is a
+        "longrope", a set for the sequences beyond each of `long_after`. A rope that does not change has the same table
+        in all."""
         tables = [(rope, rope.tables(self.head_dim, n_positions)) for rope in self.ropes]
-        n_sets = max(len(own) for _, own in tables)
-        return [(rope, own[min(i, len(own) - 1)]) for i in range(n_sets) for rope, own in tables]
+        sets = [0, *self.long_after]
+        return [(rope, own[len(own) > 1 and rope.original_max_positions <= s]) for s in sets for rope, own in tables]
 
     def rope_index(self, layer: int) -> int:
         """Of `ropes`; -1 for none."""

@@ -282,7 +282,7 @@ class Session:
         self._model, self._window = model, model.kv_window
         self._session = model.engine().native.session(model.ctx, model.kv, model.kv_window)
         self._vocab_size = model.spec.vocab_size
-        self._short, self._n_ropes = model.spec.long_after, len(model.spec.ropes)
+        self._long_after, self._n_ropes = model.spec.long_after, len(model.spec.ropes)
         self._ids = array("i")
         self._n_since = 0  # tokens that ran since the pages of the embedding were released
         self._lock, self._process = threading.Lock(), os.getpid()
@@ -328,17 +328,20 @@ class Session:
         before = self.n_tokens
         del self._ids[before:]
         self._ids.frombytes(tokens.tobytes())
-        if self._short is None:
-            self._run(tokens, out)
-            return out
-        n_short = min(max(self._short - before, 0), tokens.size)
-        if n_short and (all_logits or n_short == tokens.size):
-            self._run(tokens[:n_short], out[:n_short])
-        if n_short < tokens.size:
-            if self._session.rope_offset == 0:
-                self._restart(before + n_short, rope_offset=self._n_ropes)
-            self._run(tokens[n_short:], out[n_short:] if all_logits else out)
+        end, start = before + tokens.size, before
+        for stop in (*(limit for limit in self._long_after if before < limit < end), end):
+            if all_logits or stop == end:  # else the tokens run when the next set of ropes begins
+                self._take_ropes(stop, start)
+                piece = slice(start - before, stop - before)
+                self._run(tokens[piece], out[piece] if all_logits else out)
+            start = stop
         return out
+
+    def _take_ropes(self, n_positions: int, n_tokens: int) -> None:
+        """The set of ropes for sequences of n_positions; where it changes, the first n_tokens run again."""
+        offset = self._model.spec.rope_set(n_positions) * self._n_ropes
+        if offset != self._session.rope_offset:
+            self._restart(n_tokens, rope_offset=offset)
 
     def _run(self, tokens: npt.NDArray[np.int32], out: F32Array) -> None:
         # In pieces of at most MAX_TOKENS, so that an interrupt is seen between them.
@@ -373,8 +376,9 @@ class Session:
             self._truncate(count(n_tokens, "n_tokens", high=self.n_tokens, what="what the session holds"))
 
     def _truncate(self, n_tokens: int) -> None:
-        if self._short is not None and n_tokens <= self._short and self._session.rope_offset:
-            self._restart(n_tokens, rope_offset=0)
+        offset = self._model.spec.rope_set(n_tokens) * self._n_ropes
+        if offset != self._session.rope_offset:
+            self._restart(n_tokens, rope_offset=offset)
         elif not self._session.truncate(n_tokens):
             self._restart(n_tokens, rope_offset=self._session.rope_offset)
 
@@ -448,8 +452,7 @@ class LayerModel:
         until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
         session = self._native.session(n, self._kv)
         self._engine.reach(n)
-        if spec.long_after is not None and n > spec.long_after:
-            session.rope_offset = len(spec.ropes)
+        session.rope_offset = spec.rope_set(n) * len(spec.ropes)
         for start in range(0, n, _native.MAX_TOKENS):
             piece = slice(start, min(start + _native.MAX_TOKENS, n))
             self._native.run_layer(
