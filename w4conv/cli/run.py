@@ -26,7 +26,7 @@ SPELLED = (
 )
 # Of an answer that no end token ended, by how it ended.
 CUT = {
-    "length": "the answer was cut after {n:,} tokens; -n allows more",
+    "length": "the answer was cut after {n:,} token{s}; -n allows more",
     "context": "the answer was cut: the context of {ctx:,} tokens is full",
 }
 EPILOG = """\
@@ -114,7 +114,7 @@ def run(
         nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
         with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
             tokenizer = Tokenizer(container.blobs)
-            special = special_tokens or "parse"
+            special = "parse" if special_tokens is None else special_tokens
             if template is None:
                 ids = tokenizer.encode(text, special_tokens=special)
             else:
@@ -155,7 +155,7 @@ def run(
             elif not generation.text.endswith("\n"):
                 _output.write("\n")
             if not json and (cut := CUT.get(generation.finish)):
-                print_message("note", cut.format(n=n, ctx=model.ctx))
+                print_message("note", cut.format(n=n, s="s" * (n > 1), ctx=model.ctx))
             if stats:
                 _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
     if generation.finish == "interrupted":
