@@ -7,7 +7,9 @@ Integers of numpy count as integers. Every refusal is a UsageError that names th
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, SupportsFloat, SupportsIndex
 
 import numpy as np
@@ -46,6 +48,21 @@ def real(value: SupportsFloat, name: str, expected: str = "a finite number") -> 
     raise UsageError(f"{name} is {shown(value)}; it must be {expected}")
 
 
+def path_of(value: object, name: str) -> Path:
+    """A path that could name something. An empty one is none: Path("") would be the current directory."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(f"{name} is {shown(value)}; it must be the path of a file or directory")
+    return Path(text)
+
+
+def flag(value: object, name: str) -> bool:
+    """True or False, and no word that only looks like one: "no" is true to Python."""
+    if not isinstance(value, bool | np.bool_):
+        raise UsageError(f"{name} is {shown(value)}; it must be True or False")
+    return bool(value)
+
+
 def token_ids(values: Iterable[SupportsIndex] | npt.NDArray[np.integer], vocab_size: int) -> npt.NDArray[np.int32]:
     """(n,) int32: a sequence or array of one dimension of integers below vocab_size."""
     if hasattr(values, "__array__"):
@@ -55,7 +72,7 @@ def token_ids(values: Iterable[SupportsIndex] | npt.NDArray[np.integer], vocab_s
         bad = ids[(ids < 0) | (ids >= vocab_size)]
         first = bad[0] if bad.size else None
     else:
-        if isinstance(values, str | bytes | dict | set) or not isinstance(values, Iterable):
+        if isinstance(values, str | bytes | bytearray | dict | set | frozenset) or not isinstance(values, Iterable):
             raise UsageError(f"token ids are {shown(values)}; expected a sequence of integers")
         integers = []
         for value in values:

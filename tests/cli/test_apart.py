@@ -97,6 +97,9 @@ def test_standard_streams(w4: Runner, place: Path) -> None:
 
 
 def test_ordinary_outputs_are_taken(w4: Runner, place: Path) -> None:
+    long = "n" * 300
+    w4("cat", "m.w4", TENSOR, "-o", long, "--overwrite").failed(4, "cannot write", "name too long")
+    w4("quantize", "hf", long).failed(4, "cannot write")
     w4("cat", "m.w4", TENSOR, "-o", "/dev/null").done()
     w4("cat", "m.w4", TENSOR, "-o", "hard").failed(2, "is the container itself")
     w4("cat", "m.w4", TENSOR, "-o", "norm.npy").done()

@@ -122,6 +122,28 @@ def test_idle_options_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"], "refused before anything is written"
 
 
+@pytest.mark.parametrize(("words", "name"), [
+    (["quantize", "", "o.w4"], "IN"), (["quantize", "{hf}", ""], "OUT"), (["inspect", ""], "PATH"),
+    (["quantize", "{hf}", "o.w4", "--calibration", ""], "--calibration"),
+    (["verify", "{w4}", "--against="], "--against"),
+    (["diff", "{w4}", ""], "B"), (["bench", "{w4}", ""], "FILE"), (["bench", "{w4}", "--html", ""], "--html"),
+    (["run", "{w4}", "-p", "a", "--special-tokens", ""], "--special-tokens"), (["run", "{w4}", "-f", ""], "--file"),
+    (["cat", "{w4}", ""], "TENSOR"), (["export", "{w4}", "", "--to", "gguf"], "OUT"),
+])  # fmt: skip
+def test_empty_words_are_refused(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], name: str
+) -> None:
+    """As a variable of a script gives them that was never set; Path("") would be the current directory."""
+    monkeypatch.chdir(tmp_path)
+    command = typer.main.get_command(app)
+    with (
+        pytest.raises(UsageError, match=rf"{name}\S* is empty\. Give it a value"),
+        command.make_context("w4conv", [word.format(**places) for word in words]) as context,
+    ):
+        command.invoke(context)
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_that_act_are_taken(w4: Runner, places: dict[str, Path]) -> None:
     for line in (
         "quantize {hf} a.w4 --scheme f16 --embeddings int8 --group-size 64 -t 1 --overwrite",

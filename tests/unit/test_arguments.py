@@ -14,6 +14,8 @@ from tests.helpers import WORDS, make_llama_dir
 from w4conv import kernels, quantize, verify
 from w4conv.commands.bench import bench
 from w4conv.commands.calibrate import calibrate
+from w4conv.commands.cat import cat
+from w4conv.commands.export import export
 from w4conv.errors import UsageError
 from w4conv.runtime.engine import Model
 from w4conv.runtime.generation import generate_text
@@ -170,9 +172,10 @@ def test_group_size_zero_is_a_row(place: Place) -> None:
 
 @pytest.mark.parametrize("ids", [
     [1.5], [1, True], [None], ["1"], "12", b"12", 5, None, [[1, 2]], [1, [2]], {1: 2}, {1, 2}, [-1], [300], [2**63],
+    bytearray(b"12"), frozenset({1, 2}),
     [10**5000], np.array([1.0]), np.array([True]), np.array([[1]]), np.array(3), np.array([2**63], np.uint64),
     np.array([1, 2], object), np.array(["1"]), [np.float32(1)], [np.array([1])], [],
-], ids=[f"ids {i}" for i in range(26)])  # fmt: skip
+], ids=[f"ids {i}" for i in range(28)])  # fmt: skip
 def test_token_ids_that_are_none(ids: Any, place: Place) -> None:
     with pytest.raises(UsageError):
         place.model.logits(ids)
@@ -189,6 +192,46 @@ def test_token_ids_that_are_none(ids: Any, place: Place) -> None:
 ], ids=str)  # fmt: skip
 def test_token_ids_of_every_kind(ids: Any, place: Place) -> None:
     assert place.model.logits(ids).tobytes() == place.model.logits([5, 6, 7]).tobytes()
+
+
+class Bytes:
+    def __fspath__(self) -> bytes:
+        return b"m.w4"
+
+
+NO_PATHS: tuple[Any, ...] = ("", b"m.w4", "a\0b", 5, 1.5, True, False, Bytes(), {}, "\0", b"", object())
+
+
+@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
+def test_what_is_no_path_is_refused(value: Any, place: Place) -> None:
+    for call in (
+        lambda: quantize(value, place.out),
+        lambda: quantize(place.source, value),
+        lambda: place.quantize(calibration=value),
+        lambda: calibrate(place.source, value, place.out, tokens=512, ctx=32),
+        lambda: calibrate(place.source, place.text, value, tokens=512, ctx=32),
+        lambda: cat(place.path, "model.norm.weight", value),
+        lambda: export(place.path, value, to="gguf"),
+    ):
+        with pytest.raises(UsageError, match="must be the path"):
+            call()
+    assert not place.out.exists()
+
+
+@pytest.mark.parametrize("value", ["no", "False", "", 0, 1, None, [True], 0.0, "0", object()], ids=str)
+def test_what_is_no_flag_overwrites_nothing(value: Any, place: Place) -> None:
+    folder = place.path.parent / "folder"
+    if not folder.exists():
+        export(place.path, folder, to="safetensors")
+    before = place.path.read_bytes(), (folder / "config.json").read_bytes()
+    for call in (
+        lambda: quantize(place.source, place.path, overwrite=value),
+        lambda: export(place.path, folder, to="safetensors", overwrite=value),
+        lambda: cat(place.path, "model.norm.weight", folder / "config.json", overwrite=value),
+    ):
+        with pytest.raises(UsageError, match="overwrite is"):
+            call()
+    assert before == (place.path.read_bytes(), (folder / "config.json").read_bytes())
 
 
 @pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), -0.1, None, [0.5], 10**400, np.bool_(True)])

@@ -118,6 +118,33 @@ def test_tables_are_those_of_the_whole(name: str) -> None:
         assert ours.encode("a<|last|>")[-1] == ours.encode("x" * (1 << 15) + "<|last|>")[-1] == ours.n_tokens - 1
 
 
+def bare(**model: Any) -> Tokenizer:
+    """Few characters, and added tokens that the vocabulary lacks."""
+    vocab = {"a": 0, "b": 1, "ab": 2, "▁": 3, "▁a": 4, "<unk>": 5} | {f"<0x{b:02X}>": 6 + b for b in range(128)}
+    out = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("▁", "a")], **model))
+    out.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    out.add_special_tokens([AddedToken("<", normalized=False), AddedToken("word", normalized=False)])
+    out.add_tokens([AddedToken("é"), AddedToken("▁b", single_word=False)])
+    return out
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("text", [
+    "aéb", "a<b", "<", "word", "a word b", "axb", "▁xa", "a.b", "▁b", "wordab",
+    "a\u0301b", "<<ab>>", "日", "ab🙂ab", "",
+])  # fmt: skip
+@pytest.mark.parametrize("model", [
+    {}, {"byte_fallback": True}, {"unk_token": "<unk>"}, {"ignore_merges": True},
+    {"unk_token": "<unk>", "fuse_unk": True, "ignore_merges": True, "byte_fallback": True},
+])  # fmt: skip
+def test_what_only_an_added_token_has(model: dict[str, Any], text: str, as_text: bool) -> None:
+    """Characters that are dropped, words that are tokens at once, and special tokens that are taken as text."""
+    reference = bare(**model)
+    ours = PackageTokenizer(reference.to_str().encode())
+    reference.encode_special_tokens = as_text
+    assert ours.encode(text, as_text=as_text) == reference.encode(text, add_special_tokens=False).ids
+
+
 def test_many_texts_go_to_the_whole() -> None:
     ours = PackageTokenizer(documents(TOKENIZERS["bytes"])[0])
     for n in range(1, 7):

@@ -16,6 +16,7 @@ import typer.main
 from w4conv import __version__
 from w4conv.cli import _errors, _output, _streams
 from w4conv.commands.options import refuse_idle
+from w4conv.errors import UsageError
 
 EPILOG = """\
 \b
@@ -62,6 +63,16 @@ class _Command(typer.core.TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+        for name, value in ctx.params.items():
+            if "" in (value if isinstance(value, list | tuple) else [value]) and (self.name, name) != ("run", "prompt"):
+                what = next(
+                    p.opts[0] if p.param_type_name == "option" else p.make_metavar(ctx)
+                    for p in self.params
+                    if p.name == name
+                )
+                raise UsageError(
+                    f"{what} is empty. Give it a value, or leave it out; in a script, see the variable it comes from"
+                )
         refuse_idle(str(self.name), ctx.params, given)
         return super().invoke(ctx)
 

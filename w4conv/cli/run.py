@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_PROMPT_NBYTES = 1 << 26
 # Of an answer that no end token ended, by how it ended.
 CUT = {
-    "length": "the answer was cut after {n:,} tokens; -n allows more",
+    "length": "the answer was cut after {n:,} token{s}; -n allows more",
     "context": "the answer was cut: the context of {ctx:,} tokens is full",
 }
 REPORT = ("w4conv.commands.run", "RunReport")
@@ -104,7 +104,7 @@ def run(
             _output.write("\n")
         if not json and (cut := CUT.get(report.finish)):
             held = len(report.prompt_ids) + len(report.generated_ids) - 1  # the last one was not run any more
-            print_message("note", cut.format(n=n, ctx=held))
+            print_message("note", cut.format(n=n, s="s" * (n > 1), ctx=held))
         if stats:
             _output.write(stats_text(report.stats, report.finish), stream=sys.stderr)
     if report.finish == "interrupted":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from w4conv.arguments import count
+from w4conv.arguments import count, path_of
 from w4conv.calibration.statistics import StatisticsLayout, observe
 from w4conv.calibration.text import CTX, TOKENS, read_calibration
 from w4conv.commands.options import refuse_idle
@@ -54,15 +53,16 @@ def calibrate(
     tokens: so many of the text, spread over it, in sequences of ctx. The same input gives the same bytes.
     Raises UsageError, InputError, OutputError.
     """
+    src, text, out = path_of(src, "src"), path_of(text, "text"), path_of(out, "out")
+    progress = progress or Silent()
     refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
-    progress, out = progress or Silent(), Path(out)
     thread_count(threads)
     tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
     keep_apart([out], source=src, text=text)
-    with open_source(Path(src)) as source:
+    with open_source(src) as source:
         settle_declarations(source)
         spec = spec_of(source.blobs)
-        cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
+        cut = read_calibration(text, source.blobs, spec, tokens=tokens, ctx=ctx)
         layout = StatisticsLayout(source, spec, cut, full=full)
         check_target(out, layout.nbytes, overwrite=overwrite)
         progress.start(layout.n_hooks)

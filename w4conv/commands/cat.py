@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arguments import path_of
 from w4conv.commands.options import refuse_idle
 from w4conv.container import Container, TensorInfo, open_container, open_stream
 from w4conv.errors import UsageError
@@ -45,8 +46,8 @@ def cat(
     Its bytes are checked first, all of them. Raises UsageError when there is no tensor of that name, FormatError,
     OutputError.
     """
+    out = path_of(out, "out")
     refuse_idle("cat", {"out": out, "overwrite": overwrite})
-    out = Path(out)
     keep_apart([out], container=path)
     with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
         if tensor not in container.tensors:

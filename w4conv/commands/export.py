@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 
+from w4conv.arguments import path_of
 from w4conv.commands.options import refuse_idle
 from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
@@ -44,7 +44,7 @@ def export(
     beyond the range of dtype), OutputError.
     """
     started = time.perf_counter()
-    path, out = Path(path), Path(out)
+    path, out = path_of(path, "path"), path_of(out, "out")
     if to not in FORMATS:
         raise UsageError(f"unknown format {to!r}; choose one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import UsageError
+from w4conv.files.apart import known
 from w4conv.scheme import KINDS
 
 Values = Mapping[str, Any]
@@ -57,8 +58,7 @@ def _is_file(name: str) -> Callable[[Values], bool]:
         out = values.get(name)
         if out is None or str(out) in ("-", "/dev/stdout"):
             return False
-        path = Path(out)
-        return path.is_file() or path.is_dir() or not path.exists()
+        return known(Path.is_file, out) or known(Path.is_dir, out) or not known(Path.exists, out)
 
     return check
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from w4conv import cpus
-from w4conv.arguments import count, optional_count
+from w4conv.arguments import count, optional_count, path_of
 from w4conv.calibration.given import open_given, resolve
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
@@ -147,8 +147,8 @@ def quantize(
     """
     started = time.perf_counter()
     values = dict(locals())
+    src, out = path_of(src, "src"), path_of(out, "out")
     refuse_idle("quantize", values)
-    src, out = Path(src), Path(out)
     rules = () if recipe is None else read_rules(recipe)
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
     if scheme is not None:  # a wrong word is told before anything is opened

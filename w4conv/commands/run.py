@@ -123,7 +123,7 @@ def run(
             Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations)
         )
         tokenizer = Tokenizer(container.blobs)
-        special = special_tokens or "parse"
+        special = "parse" if special_tokens is None else special_tokens
         if template is None:
             ids = tokenizer.encode(prompt, special_tokens=special)
         else:

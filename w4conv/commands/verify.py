@@ -159,7 +159,15 @@ def verify(
         measurement = None
         if ppl:  # before the longer work, so that a missing or short text is told at once
             measurement = _Measurement(
-                container, text, convention, ctx, chunks, activations, kv, threads, special_tokens or "parse"
+                container,
+                text,
+                convention,
+                ctx,
+                chunks,
+                activations,
+                kv,
+                threads,
+                "parse" if special_tokens is None else special_tokens,
             )
         round_trip = perplexity = None
         failures: list[str] = []

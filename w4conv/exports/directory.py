@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from w4conv import arguments
 from w4conv.errors import OutputError, UsageError
 from w4conv.files.target import STDOUT, lock_output, output_errors, sync_directory
 
@@ -26,7 +27,7 @@ def check_directory(path: Path, nbytes: int, *, overwrite: bool) -> None:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise OutputError(f"{path} exists already and is not a directory. Choose another name")
         if path.is_dir() and (held := sorted(p.name for p in path.iterdir())):
-            if not overwrite:
+            if not arguments.flag(overwrite, "overwrite"):
                 raise OutputError(
                     f"{path} exists already and is not empty. Choose another name, or give --overwrite to replace it"
                 )

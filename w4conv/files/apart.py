@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from blake3 import blake3
 
+from w4conv.arguments import path_of
 from w4conv.errors import UsageError
 
 _STDIN: Final = Path("-")
@@ -35,7 +36,8 @@ def keep_apart(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[Path
     folders: dict[Id, str] = {}
     read: list[Path] = []
     for word, given in inputs.items():
-        for path in map(Path, [given] if isinstance(given, str | os.PathLike) else given or ()):
+        several = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        for path in [path_of(one, word) for one in several]:
             read.append(path)
             status = _status(0 if path == _STDIN else path)
             if status is not None and stat.S_ISDIR(status.st_mode):
@@ -45,7 +47,7 @@ def keep_apart(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[Path
             elif status is not None:
                 files[_id(status)] = f"the {word} itself"
     seen: dict[Id | Path, Path] = {}
-    for out in map(Path, outputs):
+    for out in [path_of(out, "out") for out in outputs]:
         if out in _STDOUTS:
             status = _status(1)
             if status is not None and (what := files.get(_id(status))):
@@ -91,10 +93,18 @@ def keep_origin(out: PathWords, provenance: Mapping[str, Any], digests: Sequence
             raise UsageError(f"{out} lies inside {folder}, of which the container was made. Write outside of it")
 
 
+def known(what: Callable[[Path], bool], path: PathWords) -> bool:
+    """what: such as Path.is_dir. False where the system cannot say, of a name that is too long for it."""
+    try:
+        return what(Path(path))
+    except OSError:
+        return False
+
+
 def _refuse(out: Path, files: Mapping[Id, str], folders: Mapping[Id, str], read: Iterable[Path]) -> None:
     path = Path(os.path.realpath(out))
     status = _status(path)
-    if status is None and path.is_symlink():
+    if status is None and known(Path.is_symlink, path):
         raise UsageError(f"{out} is a link that leads in a circle. Name another output")
     if status is not None and (what := files.get(_id(status))):
         raise UsageError(f"{out} is {what}. Name another output")
@@ -108,7 +118,7 @@ def _refuse(out: Path, files: Mapping[Id, str], folders: Mapping[Id, str], read:
         status = _status(path.with_name(path.name[:200] + ending)) if path.name else None
         if status is not None and (what := files.get(_id(status)) or folders.get(_id(status))):
             raise UsageError(f"{out} is named {ending} while it is written, and that is {what}. Name another output")
-    if not path.is_dir():
+    if not known(Path.is_dir, path):
         return
     for given in read:
         if path in Path(os.path.realpath(given)).parents:
@@ -145,7 +155,7 @@ def _id(status: os.stat_result) -> Id:
 
 
 def _is_device(path: Path) -> bool:
-    return path not in _STDOUTS and path.exists() and _status(path) is None
+    return path not in _STDOUTS and known(Path.exists, path) and _status(path) is None
 
 
 def _has_size(path: Path, nbytes: int) -> bool:

@@ -20,6 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol
 
+from w4conv import arguments
 from w4conv.errors import OutputError
 
 STDOUT = Path("-")
@@ -92,7 +93,7 @@ def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
             raise OutputError(f"{path} is a directory. Name a file in it, such as {path / 'model.w4'}")
         if _is_stream(path):
             return
-        if path.exists() and not overwrite:
+        if path.exists() and not arguments.flag(overwrite, "overwrite"):
             raise OutputError(f"{path} exists already. Choose another name, or give --overwrite to replace it")
         directory = path.resolve().parent
         if not directory.is_dir():

@@ -47,6 +47,7 @@ class PackageTokenizer:
         self._parts: _Parts | None
         file = TokenizerFile(document, where)
         self._growth, self.decoding_growth = check_growth(file.settings, where)
+        self._whole_words = file.model.get("ignore_merges") is True
         self._parts, small = _parts_of(file, where)
         self._base = small or self._whole
 
@@ -152,14 +153,18 @@ class PackageTokenizer:
         cutter.encode_special_tokens = as_text
         cutter.model = models.BPE(vocab=vocab, merges=[], unk_token=_UNSEEN)
         seen = cutter.encode(text, add_special_tokens=False).tokens
-        return self._whole if _UNSEEN in seen else _build(self._parts.document("".join(seen)), self._later, self._where)
+        if _UNSEEN in seen or self._parts.may_differ(seen, self._whole_words):
+            return self._whole
+        return _build(self._parts.document("".join(seen)), self._later, self._where)
 
 
 class _Parts:
     """A vocabulary of byte pairs, and documents with parts of it. Ids are those of the whole."""
 
-    def __init__(self, vocabulary: _native.Vocabulary, kept: Iterable[str]) -> None:
+    def __init__(self, vocabulary: _native.Vocabulary, kept: Iterable[str], *, drops: bool) -> None:
+        """drops: characters that the vocabulary lacks are left out of a text, so that others come to stand in a row."""
         self._vocabulary = vocabulary
+        self._drops = drops
         self._kept = set(kept)
         self._more: dict[str, int] = {}
 
@@ -173,6 +178,19 @@ class _Parts:
     def document(self, seen: str = "a") -> bytes:
         """With all tokens that BPE can make of `seen`."""
         return self._vocabulary.shortened(seen, self._kept, json.dumps(self._more)[1:-1])
+
+    def may_differ(self, seen: Sequence[str], whole_words: bool) -> bool:
+        """Whether a document with parts may encode a text otherwise than the whole. For the sake of their ids, it has
+        the added tokens among its own, so that a character, or a word, may be taken for one of them.
+
+        seen: the characters of the text, and the added tokens found in it. whole_words: a word that the vocabulary has
+        is a token without merges.
+        """
+        unknown = {c for c in seen if len(c) == 1 and self._vocabulary.id(c) is None}
+        if unknown and (self._drops or not unknown.isdisjoint(self._more)):
+            return True
+        text = "".join(c if len(c) == 1 else "\0" for c in seen) if whole_words else ""
+        return any(token in text for token in self._more if len(token) > 1)
 
     def __len__(self) -> int:
         return len(self._vocabulary) + len(self._more)
@@ -199,7 +217,9 @@ def _parts_of(file: TokenizerFile, where: str) -> tuple[_Parts, _Package] | tupl
         # A vocabulary that has one of those would take it for a word where it is only a part of one.
         if not plain or any(token["single_word"] for token in added):
             return None, None
-        parts = _Parts(vocabulary, [f"<0x{byte:02X}>" for byte in range(256)] + [model.get("unk_token") or ""])
+        byte_tokens, unknown = [f"<0x{byte:02X}>" for byte in range(256)], model.get("unk_token")
+        has_bytes = bool(model.get("byte_fallback")) and all(vocabulary.id(token) is not None for token in byte_tokens)
+        parts = _Parts(vocabulary, [*byte_tokens, unknown or ""], drops=unknown is None and not has_bytes)
         parts.add(token["content"] for token in added)
         if any(parts.token_to_id(token["content"]) != token["id"] for token in added):
             return None, None
