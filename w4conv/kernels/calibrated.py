@@ -25,7 +25,7 @@ def add_products(a: F32Array, b: F32Array, out: F32Array, *, upper: bool = False
 
     upper: of a square `out`, only what lies on and above the diagonal, and some of what lies below.
     """
-    _native.products(native_pool(threads), a, b, upper, out)
+    _native.gemm(native_pool(threads), a, b, upper, out)
 
 
 def factor(
@@ -59,7 +59,7 @@ def round_with_feedback(
     """
     q = np.empty(w.shape, np.int8)
     pool = native_pool(threads)
-    _native.round_with_feedback(pool, w, group, scales, lows, factor, _native_grid(grid), q)
+    _native.gptq_round(pool, w, group, scales, lows, factor, _native_grid(grid), q)
     return q
 
 

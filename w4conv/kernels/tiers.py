@@ -34,4 +34,4 @@ def explain_lost_pages() -> None:
 
     Without it, that is a bare SIGBUS. For programs to call: there is one handler in a process.
     """
-    _native.explain_lost_pages()
+    _native.explain_sigbus()
