@@ -1,6 +1,6 @@
 # The list of ISA tiers to build, lowest first: name, compiler flags. src/dispatch.cpp lists what each needs of the CPU.
 set(W4CONV_TIERS scalar)
-set(W4CONV_FLAGS_scalar -O2) # a reference and a fallback: 2 s less of a build for 2 % of its speed
+set(W4CONV_FLAGS_scalar -O2) # a reference and a fallback: quick to build before quick to run
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND W4CONV_TIERS avx2 avxvnni avx512 avx512vnni)
   set(W4CONV_FLAGS_avx2 -mavx2 -mfma -mf16c)
