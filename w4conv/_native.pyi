@@ -9,7 +9,7 @@ MAX_TOKENS: int
 def isa_tiers() -> list[str]: ...
 def isa_tier() -> str: ...
 def dot_instruction() -> str: ...
-def explain_lost_pages() -> None: ...
+def explain_sigbus() -> None: ...
 
 class Vocabulary:
     def __init__(self, document: bytes) -> None: ...
@@ -67,7 +67,7 @@ def compare_with_source(
     values: npt.NDArray[np.uint8],
     dtype: str,
     parts: MatrixParts,
-    remake: bool,
+    reproduce: bool,
     group_size: int,
     sums: npt.NDArray[np.float64],
 ) -> tuple[float, bool, bool]: ...
@@ -80,7 +80,7 @@ def matmul(
 ) -> None: ...
 def read(pool: Pool, data: npt.NDArray[np.uint8]) -> int: ...
 def multiply_registers(pool: Pool, operands: str) -> int: ...
-def products(
+def gemm(
     pool: Pool,
     a: npt.NDArray[np.float32],
     b: npt.NDArray[np.float32],
@@ -97,14 +97,14 @@ def factor(
 ) -> int: ...
 
 class Grid:
-    def __init__(self, span: float, is_shifted: bool, levels: npt.NDArray[np.float32]) -> None: ...
+    def __init__(self, span: float, is_asymmetric: bool, levels: npt.NDArray[np.float32]) -> None: ...
 
-def round_with_feedback(
+def gptq_round(
     pool: Pool,
     w: npt.NDArray[np.float32],
     group: npt.NDArray[np.int32],
     scales: npt.NDArray[np.float32],
-    lows: npt.NDArray[np.float32],
+    qmins: npt.NDArray[np.float32],
     factor: npt.NDArray[np.float32],
     grid: Grid,
     q: npt.NDArray[np.int8],
@@ -123,7 +123,7 @@ def refine(
     grid: Grid,
     n_rounds: int,
     scales: npt.NDArray[np.uint16],
-    lows: npt.NDArray[np.float32],
+    qmins: npt.NDArray[np.float32],
     q: npt.NDArray[np.int8],
 ) -> None: ...
 def search_scales(
@@ -135,7 +135,7 @@ def search_scales(
     multipliers: npt.NDArray[np.float32],
     grid: Grid,
     scales: npt.NDArray[np.uint16],
-    lows: npt.NDArray[np.float32],
+    qmins: npt.NDArray[np.float32],
     errors: npt.NDArray[np.float32],
 ) -> None: ...
 
@@ -191,7 +191,7 @@ class Model:
         gate_up: npt.NDArray[np.float32],
         down: npt.NDArray[np.float32],
         until: int,
-        attended: bool,
+        after_attention: bool,
     ) -> None: ...
 
 def new_model(config: ModelConfig, threads: int) -> Model: ...

@@ -1,6 +1,6 @@
-# The one list of ISA tiers, lowest first: name, compiler flags. src/dispatch.cpp holds what each needs of the CPU.
+# The list of ISA tiers to build, lowest first: name, compiler flags. src/dispatch.cpp lists what each needs of the CPU.
 set(W4CONV_TIERS scalar)
-set(W4CONV_FLAGS_scalar "")
+set(W4CONV_FLAGS_scalar -O2) # a reference and a fallback: quick to build before quick to run
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND W4CONV_TIERS avx2 avxvnni avx512 avx512vnni)
   set(W4CONV_FLAGS_avx2 -mavx2 -mfma -mf16c)
@@ -16,13 +16,14 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
 endif()
 
 set(W4CONV_TIER_OBJECTS "")
-set(W4CONV_TIER_DEFINITIONS "")
 foreach(tier IN LISTS W4CONV_TIERS)
   add_library(tier_${tier} OBJECT src/kernels/${tier}.cpp)
   target_include_directories(tier_${tier} PRIVATE include src)
   target_compile_options(tier_${tier} PRIVATE ${W4CONV_FLAGS} ${W4CONV_FLAGS_${tier}})
   list(APPEND W4CONV_TIER_OBJECTS $<TARGET_OBJECTS:tier_${tier}>)
-  string(TOUPPER ${tier} upper)
-  list(APPEND W4CONV_TIER_DEFINITIONS W4CONV_TIER_${upper})
 endforeach()
-list(APPEND W4CONV_TIER_DEFINITIONS W4CONV_AVXVNNI_AS_AVX512=$<BOOL:${W4CONV_AVXVNNI_AS_AVX512}>)
+list(LENGTH W4CONV_TIERS n_tiers)
+set(W4CONV_TIER_DEFINITIONS W4CONV_N_TIERS=${n_tiers})
+if("avx2" IN_LIST W4CONV_TIERS)
+  list(APPEND W4CONV_TIER_DEFINITIONS W4CONV_X86 W4CONV_AVXVNNI_AS_AVX512=$<BOOL:${W4CONV_AVXVNNI_AS_AVX512}>)
+endif()

@@ -1,16 +1,37 @@
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 
-#if defined(W4CONV_TIER_AVX2)
+#if defined(W4CONV_X86)
 #include <cpuid.h>
 #endif
 
 #include "w4conv/cpu.h"
 
 namespace w4conv {
+
+// From src/kernels/<tier>.cpp.
+namespace scalar {
+extern const Kernels kKernels;
+}
+#if defined(W4CONV_X86)
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avxvnni {
+extern const DotKernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx512vnni {
+extern const DotKernels kKernels;
+}
+#endif
+
 namespace {
 
-#if defined(W4CONV_TIER_AVX2)
+#if defined(W4CONV_X86)
 // What the processor has, and the registers that the operating system saves. Read here, since __builtin_cpu_supports
 // answers no where the compiler's runtime library leaves it out.
 struct Cpu {
@@ -38,29 +59,43 @@ struct Cpu {
 };
 #endif
 
-bool runs_here(const Kernels& k) {
-#if defined(W4CONV_TIER_AVX2)
+// A tier that is compiled as its dot product alone takes all else from a lower one.
+[[maybe_unused]] Kernels with_dot(const char* name, Kernels kernels, const DotKernels& dot) {
+  static_cast<DotKernels&>(kernels) = dot;
+  kernels.name = name;
+  return kernels;
+}
+
+struct Tier {
+  Kernels kernels;
+  bool runs_here;
+};
+
+// The list of tiers, lowest first: the kernels, and what they need of the CPU. Built at the first call, when the tables of
+// all tiers are there.
+const auto& tiers() {
+#if defined(W4CONV_X86)
   static const Cpu cpu;
-  if (&k == &kAvx2Kernels) return cpu.avx2;
-  if (&k == &kAvxVnniKernels) return W4CONV_AVXVNNI_AS_AVX512 ? cpu.avx512vnni : cpu.avxvnni;
-  if (&k == &kAvx512Kernels) return cpu.avx512;
-  if (&k == &kAvx512VnniKernels) return cpu.avx512vnni;
 #endif
-  return &k == &kScalarKernels;
+  static const Tier all[] = {
+      {scalar::kKernels, true},
+#if defined(W4CONV_X86)
+      {avx2::kKernels, cpu.avx2},
+      {with_dot("avxvnni", avx2::kKernels, avxvnni::kKernels), W4CONV_AVXVNNI_AS_AVX512 ? cpu.avx512vnni : cpu.avxvnni},
+      {avx512::kKernels, cpu.avx512},
+      {with_dot("avx512vnni", avx512::kKernels, avx512vnni::kKernels), cpu.avx512vnni},
+#endif
+  };
+  static_assert(std::size(all) == W4CONV_N_TIERS, "cmake/isa.cmake builds other tiers than this list names");
+  return all;
 }
 
 }  // namespace
 
 std::vector<const Kernels*> available_kernels() {
-  const Kernels* const built[] = {
-      &kScalarKernels,
-#if defined(W4CONV_TIER_AVX2)
-      &kAvx2Kernels,   &kAvxVnniKernels, &kAvx512Kernels, &kAvx512VnniKernels,
-#endif
-  };
   std::vector<const Kernels*> out;
-  for (const Kernels* k : built) {
-    if (runs_here(*k)) out.push_back(k);
+  for (const Tier& tier : tiers()) {
+    if (tier.runs_here) out.push_back(&tier.kernels);
   }
   return out;
 }

@@ -6,8 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "engine/inputs.h"
-#include "engine/pool.h"
+#include "ops/inputs.h"
+#include "ops/pool.h"
+
+namespace w4conv::TIER {
+extern const Kernels kKernels;
+}
 
 using namespace w4conv;
 
@@ -49,21 +53,22 @@ int main(int, char** argv) {
     Buffer scratch;
     scratch.reserve_for<float>(16 * kGroup);
     hot([&] {
-      TIER.quantize_tile(reinterpret_cast<const uint8_t*>(values.data()), 2 * kColumns, Dtype::kF16, 16, kColumns, kind,
-                         kGroup, lines.data(), scales.data(), points.data(), scratch.as<float>());
+      w4conv::TIER::kKernels.quantize_tile(reinterpret_cast<const uint8_t*>(values.data()), 2 * kColumns, Dtype::kF16, 16,
+                                           kColumns, kind, kGroup, lines.data(), scales.data(), points.data(),
+                                           scratch.as<float>());
     });
     return 0;
   }
   Inputs inputs(bits);
   inputs.plan(n_tokens, kColumns, {&w});
   if (loop == "prepare") {
-    hot([&] { inputs.put(TIER, row.data(), 0); });
+    hot([&] { inputs.put(w4conv::TIER::kKernels, row.data(), 0); });
     return 0;
   }
-  for (int64_t m = 0; m < n_tokens; m++) inputs.put(TIER, row.data(), m);
+  for (int64_t m = 0; m < n_tokens; m++) inputs.put(w4conv::TIER::kKernels, row.data(), m);
   std::vector<float> y(static_cast<size_t>(kRows * n_tokens));
   Buffer scratch;
   scratch.reserve(kScratchBytes);
-  hot([&] { inputs.multiply(TIER, w, y.data(), kRows, 0, w.n_tiles(), scratch.as<char>()); });
+  hot([&] { inputs.multiply(w4conv::TIER::kKernels, w, y.data(), kRows, 0, w.n_tiles(), scratch.as<char>()); });
   return 0;
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
 RECORDED = HERE / "instructions.json"
-TIERS = {"scalar": ("kScalarKernels", []), "avx2": ("kAvx2Kernels", ["-mavx2", "-mfma", "-mf16c"])}
+TIERS = {"scalar": ["-O2"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
 ROWS, COLUMNS = 64, 1024
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 # Loop, kind, bits of the activations, tokens.
@@ -36,12 +36,13 @@ LOOPS = [
 
 
 def build(folder: Path, tier: str) -> Path:
-    table, flags = TIERS[tier]
     compiler = os.environ.get("CXX", "c++")
-    common = [compiler, *FLAGS, f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'src'}", f"-DTIER={table}", "-pthread"]
+    common = [compiler, *FLAGS, f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'src'}", f"-DTIER={tier}", "-pthread"]
     kernel, program = folder / f"{tier}.o", folder / tier
-    subprocess.run([*common, *flags, "-c", str(NATIVE / f"src/kernels/{tier}.cpp"), "-o", str(kernel)], check=True)
-    sources = [HERE / "instructions.cpp", NATIVE / "src/engine/pool.cpp", kernel]
+    subprocess.run(
+        [*common, *TIERS[tier], "-c", str(NATIVE / f"src/kernels/{tier}.cpp"), "-o", str(kernel)], check=True
+    )
+    sources = [HERE / "instructions.cpp", NATIVE / "src/ops/pool.cpp", NATIVE / "src/kernels/unknown.cpp", kernel]
     subprocess.run([*common, *map(str, sources), "-o", str(program)], check=True)
     return program
 

@@ -3,16 +3,33 @@
 #include <cstdio>
 #include <vector>
 
-#include "engine/convert.h"
+#include "ops/convert.h"
 #include "engine/model.h"
 
+// TIER: whose kernels run; DOT_TIER: whose integer dot product, where it is another's.
 #ifndef TIER
-#define TIER kScalarKernels
+#define TIER scalar
+#endif
+namespace w4conv::TIER {
+extern const Kernels kKernels;
+}
+#ifdef DOT_TIER
+namespace w4conv::DOT_TIER {
+extern const DotKernels kKernels;
+}
 #endif
 
 using namespace w4conv;
 
 namespace {
+
+const Kernels tier = [] {
+  Kernels kernels = w4conv::TIER::kKernels;
+#ifdef DOT_TIER
+  static_cast<DotKernels&>(kernels) = w4conv::DOT_TIER::kKernels;
+#endif
+  return kernels;
+}();
 
 uint32_t state = 1;
 uint32_t draw() { return state = state * 1664525u + 1013904223u; }
@@ -44,7 +61,7 @@ void fill(Linear& linear, Pool& pool, int64_t n_rows, int64_t n_columns, Kind ki
   const Kind rounded = kind == Kind::kInt4o ? Kind::kInt4z : kind == Kind::kE2m1 ? Kind::kFp4 : kind;
   if (rounded == Kind::kInt4z) parts.zero_points.resize(parts.scales.size());
   const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-  convert_block(TIER, pool, bytes, Dtype::kF32, n_rows, n_columns, rounded, group_size, parts.lines.data(),
+  convert_block(tier, pool, bytes, Dtype::kF32, n_rows, n_columns, rounded, group_size, parts.lines.data(),
                 parts.scales.data(), rounded == Kind::kInt4z ? parts.zero_points.data() : nullptr);
   add(parts.lines);
   add(parts.scales);
@@ -65,7 +82,7 @@ void fill(Norm& norm, int64_t n) {
 // One model on pieces of a text, for every number of tokens with kernels of its own, and on its last token by itself.
 void run(const ModelConfig& c) {
   Pool pool(2);
-  Model model(c, 2, TIER);
+  Model model(c, 2, tier);
   fill(model.embedding, pool, 99, 72, Kind::kInt8);
   fill(model.final_norm, 72);
   for (int i = 0; i < 2; i++) {

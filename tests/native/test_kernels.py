@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from w4conv import codes, kernels
+from w4conv import codes, cpus, kernels
 from w4conv.errors import UsageError
 from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
 from w4conv.scheme import GROUP_SIZES, KINDS, QuantScheme
@@ -571,7 +571,7 @@ def write_cgroup(root: object, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "cpus"),
+    ("files", "quota"),
     [
         ({}, None),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
@@ -602,6 +602,6 @@ def write_cgroup(root: object, files: dict[str, str]) -> None:
         ),
     ],
 )
-def test_the_cgroup_quota_is_honoured(tmp_path: object, files: dict[str, str], cpus: float | None) -> None:
+def test_the_cgroup_quota_is_honoured(tmp_path: object, files: dict[str, str], quota: float | None) -> None:
     write_cgroup(tmp_path, files)
-    assert cpus._cgroup_cpus(tmp_path) == cpus  # type: ignore[arg-type]  # pathlib.Path
+    assert cpus._cgroup_cpus(tmp_path) == quota  # type: ignore[arg-type]  # pathlib.Path

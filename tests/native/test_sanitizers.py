@@ -15,32 +15,39 @@ NATIVE = Path(__file__).parents[2] / "native"
 PROGRAM = Path(__file__).with_name("engine_digest.cpp")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 AVX512 = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-TIERS = {
-    "scalar": ("kScalarKernels", []),
-    "avx2": ("kAvx2Kernels", ["-mavx2", "-mfma", "-mf16c"]),
+TIERS: dict[str, list[str]] = {
+    "scalar": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # Encoded as AVX-512: few machines that run these tests have AVX-VNNI.
-    "avxvnni": ("kAvxVnniKernels", ["-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"]),
-    "avx512": ("kAvx512Kernels", AVX512),
-    "avx512vnni": ("kAvx512VnniKernels", [*AVX512, "-mavx512vnni"]),
+    "avxvnni": ["-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"],
+    "avx512": AVX512,
+    "avx512vnni": [*AVX512, "-mavx512vnni"],
 }
+# Tiers that are compiled as their dot product alone, and whose kernels they take besides.
+BASES = {"avxvnni": "avx2", "avx512vnni": "avx512"}
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build with")
 
 
 def digest(folder: Path, tier: str, sanitizers: str) -> str:
     """Build the program for one tier, run it, and return the digest that it prints; a finding fails the run."""
-    table, flags = TIERS[tier]
     program = folder / f"{tier}-{sanitizers.replace(',', '-')}"
     include = [f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'src'}"]
     common = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-Wno-psabi"]
     common += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
-    common += ["-pthread", f"-DTIER={table}", *include]
-    # Vector flags are for the tier's own file alone, as in the build.
-    kernel = folder / f"{program.name}.o"
-    source = NATIVE / "src/kernels" / f"{tier}.cpp"
-    subprocess.run([str(COMPILER), *common, *flags, "-c", str(source), "-o", str(kernel)], check=True)
-    sources = [PROGRAM, *sorted((NATIVE / "src/engine").glob("*.cpp")), kernel]
-    subprocess.run([str(COMPILER), *common, *map(str, sources), "-o", str(program)], check=True)
+    common += ["-pthread", *include]
+    kernels_ = [NATIVE / "src/kernels/unknown.cpp"]
+    for name in filter(None, (tier, BASES.get(tier))):  # vector flags are for a tier's own file alone, as in the build
+        kernels_.append(folder / f"{program.name}-{name}.o")
+        source = NATIVE / "src/kernels" / f"{name}.cpp"
+        subprocess.run([str(COMPILER), *common, *TIERS[name], "-c", str(source), "-o", str(kernels_[-1])], check=True)
+    tables = [f"-DTIER={BASES[tier]}", f"-DDOT_TIER={tier}"] if tier in BASES else [f"-DTIER={tier}"]
+    sources = [
+        PROGRAM,
+        *(f for room in ("ops", "engine") for f in sorted((NATIVE / "src" / room).glob("*.cpp"))),
+        *kernels_,
+    ]
+    subprocess.run([str(COMPILER), *common, *tables, *map(str, sources), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.strip()

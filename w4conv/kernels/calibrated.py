@@ -25,7 +25,7 @@ def gemm_tn(a: F32Array, b: F32Array, out: F32Array, *, upper: bool = False, thr
 
     upper: the result is symmetric (a is b: SYRK). The upper triangle is computed, the rest of `out` is undefined.
     """
-    _native.products(native_pool(threads), a, b, upper, out)
+    _native.gemm(native_pool(threads), a, b, upper, out)
 
 
 def factor(
@@ -59,7 +59,7 @@ def gptq_round(
     """
     q = np.empty(w.shape, np.int8)
     pool = native_pool(threads)
-    _native.round_with_feedback(pool, w, group, scales, q_min, factor, _native_grid(grid), q)
+    _native.gptq_round(pool, w, group, scales, q_min, factor, _native_grid(grid), q)
     return q
 
 

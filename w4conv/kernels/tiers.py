@@ -35,4 +35,4 @@ def explain_sigbus() -> None:
     The kernel sends SIGBUS on access to a mapped page beyond the new end of a file. A process has one handler, so
     programs call this, libraries do not.
     """
-    _native.explain_lost_pages()
+    _native.explain_sigbus()

@@ -461,7 +461,7 @@ class LayerModel:
                 hidden[piece],
                 **{hook: c[piece] for hook, c in captured.items()},
                 until=until,
-                attended=after_attention,
+                after_attention=after_attention,
             )
         return {hook: captured[hook][:, : widths[hook]] for hook in wanted}
 

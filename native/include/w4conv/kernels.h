@@ -16,18 +16,21 @@ constexpr int kTokenGroup = 12;               // tokens interleaved for the GEMM
 constexpr int kMaxTokens = 10 * kTokenGroup;  // tokens that a GEMM takes through a block of weights at a time
 constexpr int kGemmTiles = 4;                 // tiles whose block of columns a GEMM unpacks together
 constexpr int kKeyTile = 16;                  // keys stored together in the K cache
-constexpr int kKeySpan = 256;                 // keys at fixed positions whose softmax is made by itself (numerics.md 5)
+constexpr int kSplitKeys = 256;               // keys at fixed positions whose softmax is made by itself (numerics.md 5)
 constexpr int kKeyStep = 64;                  // keys whose scores a kernel may form together
 constexpr int kChunkRows = 4 * kTileRows;     // rows of a matrix that are rounded side by side
-constexpr int kPanel = 48;                    // columns of a matrix of floats packed together for products
+constexpr int kPanel = 48;                    // columns of a matrix of floats packed together for a GEMM
 constexpr int kFactorBlock = 2 * kPanel;      // rows of a factor made together
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Raises std::logic_error: a switch does not know the value, a defect.
+[[noreturn]] void unknown(const char* what);
+
 enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
 constexpr bool is_codebook(Kind kind) { return kind >= Kind::kE2m1 && kind <= Kind::kFp4; }
-// Whether products take the activations as integers (docs/numerics.md 2), or as they are.
+// Whether GEMV and GEMM take the activations as integers (docs/numerics.md 2), or as they are.
 constexpr bool is_int8(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kInt8o; }
 constexpr bool has_offsets(Kind kind) { return kind == Kind::kInt4o || kind == Kind::kInt8o; }
 constexpr bool takes_integers(Kind kind) { return kind < Kind::kNf4 || is_int8(kind); }
@@ -95,10 +98,10 @@ struct Matrix {
   int64_t block() const { return group_size < kBlock ? group_size : kBlock; }
 };
 
-// M activation rows made ready for a product. Tokens are interleaved in groups of kTokenGroup (the last group holds what
+// M activation rows made ready for a GEMM. Tokens are interleaved in groups of kTokenGroup (the last group holds what
 // is left): unit p of token t of group g lies at g * kTokenGroup * stride + (p * tokens_in_group + t) * size of a unit.
 //
-// Integer form: codes of 16 or 8 bits, in dwords; a unit is an octet, the 8 columns k..:
+// Integer form: codes of 16 or 8 bits, in dwords; a unit is an block8, the 8 columns k..:
 // 16: four pairs of int16, (0,2) (4,6) (1,3) (5,7), the order in which masks and shifts bring out the nibbles of a line.
 // 8:  columns k to k + 3, and k + 4 to k + 7.
 // 16 of one token, on tiers that multiply any bytes: the low bytes of k to k + 3, their high bytes, and the same of k + 4 to
@@ -122,64 +125,65 @@ struct FloatActivations {
 enum class KvKind : uint8_t { kF16, kF32, kInt8 };
 constexpr int64_t kv_nbytes(KvKind kind) { return kind == KvKind::kF32 ? 4 : kind == KvKind::kF16 ? 2 : 1; }
 
-// One layer's keys and values, by blocks of kKeySpan slots, so that memory fills from one end: keys
+// One layer's keys and values, by blocks of kSplitKeys slots, so that memory fills from one end: keys
 // [block][kv_head][slot tile][head_dim][16], values [block][kv_head][tile of dimensions][slot of the block][16]; of kInt8
 // also a scale for each key and each value, [block][kv_head][slot of the block]. With a window a query sees the newest
-// `window` positions, and the first n_pinned ones. Slots behind the pinned ones are a ring then: a token takes the slot of
+// `window` positions, and the first n_sink_keys ones. Slots behind the sink ones are a ring then: a token takes the slot of
 // one that no query sees any more.
 struct KvCache {
   int64_t n_kv_heads = 0, head_dim = 0;
   KvKind kind = KvKind::kF16;
-  int64_t n_slots = 0;               // a multiple of kKeySpan
-  int64_t window = 0, n_pinned = 0;  // window 0: all are seen; n_pinned: 0 or kKeyTile
+  int64_t n_slots = 0;                  // a multiple of kSplitKeys
+  int64_t window = 0, n_sink_keys = 0;  // window 0: all are seen; n_sink_keys: 0 or kKeyTile
   void *keys = nullptr, *values = nullptr;
   float *key_scales = nullptr, *value_scales = nullptr;
 
   int64_t value_stride() const { return pad_to(head_dim, 16); }
-  // Where a slot's key begins, its dimensions kKeyTile apart; its value, 16 dimensions together and kKeySpan * 16 apart;
+  // Where a slot's key begins, its dimensions kKeyTile apart; its value, 16 dimensions together and kSplitKeys * 16 apart;
   // and its scales.
   int64_t key_at(int64_t kv_head, int64_t slot) const {
     return (scale_at(kv_head, slot) - slot % kKeyTile) * head_dim + slot % kKeyTile;
   }
   int64_t value_at(int64_t kv_head, int64_t slot) const {
-    return (scale_at(kv_head, slot) - slot % kKeySpan) * value_stride() + slot % kKeySpan * 16;
+    return (scale_at(kv_head, slot) - slot % kSplitKeys) * value_stride() + slot % kSplitKeys * 16;
   }
   int64_t scale_at(int64_t kv_head, int64_t slot) const {
-    return (slot / kKeySpan * n_kv_heads + kv_head) * kKeySpan + slot % kKeySpan;
+    return (slot / kSplitKeys * n_kv_heads + kv_head) * kSplitKeys + slot % kSplitKeys;
   }
   int64_t slot(int64_t position) const {
-    return position < n_slots ? position : n_pinned + (position - n_pinned) % (n_slots - n_pinned);
+    return position < n_slots ? position : n_sink_keys + (position - n_sink_keys) % (n_slots - n_sink_keys);
   }
-  // The first position behind the pinned ones that a query at `position` sees.
+  // The first position behind the sink ones that a query at `position` sees.
   int64_t first(int64_t position) const {
-    return window > 0 && position - window + 1 > n_pinned ? position - window + 1 : n_pinned;
+    return window > 0 && position - window + 1 > n_sink_keys ? position - window + 1 : n_sink_keys;
   }
 };
 
 // How the scores of one layer become weights: scale times q.k, then cap * tanh(score / cap) where cap > 0. sinks: a logit
 // for each query head that joins the softmax and carries no value; or null.
-// turned: what is to be multiplied with Queries::turned and added to q.k, [position tile][n_turned][16]; or null.
+// cos_sin: of RoPE, where keys are stored without their bias: times Queries::bias_terms it is what the bias adds to q.k
+// (Rope::bias_terms), [position tile][n_bias_terms][16]; or null.
 struct AttentionRule {
   float scale = 1, softcap = 0;
   const float* sinks = nullptr;
-  const float* turned = nullptr;
-  int64_t n_turned = 0;
+  const float* cos_sin = nullptr;
+  int64_t n_bias_terms = 0;
 };
 
 // The query heads of one KV head, of consecutive tokens. Row r is head r % n_group of the token at position + r / n_group;
-// its dimension i lies at values[i * n_rows + r], and so does turned[i * n_rows + r] (see AttentionRule).
+// its dimension i lies at values[i * n_rows + r], and so does bias_terms[i * n_rows + r] (see AttentionRule).
 struct Queries {
   const float* values = nullptr;
-  const float* turned = nullptr;
+  const float* bias_terms = nullptr;
   int64_t n_rows = 0, n_group = 0, position = 0;
 };
-// Sums over one span of keys, for each row of queries; rows that see none of its keys have the sum 0.
-struct SpanSums {
+// Sums over one KV split (flash decoding), for each row of queries; rows that see none of its keys have the sum 0.
+struct SplitSums {
   float* values;  // [n_rows][value_stride]: values weighted by exp(score - highest)
   float* sums;    // [n_rows]: of the weights
   float* tops;    // [n_rows]: the highest score
   static constexpr int64_t size(int64_t n_rows, int64_t value_stride) { return pad_to(n_rows * (value_stride + 2), 16); }
-  SpanSums(float* p, int64_t n_rows, int64_t value_stride)
+  SplitSums(float* p, int64_t n_rows, int64_t value_stride)
       : values(p), sums(p + n_rows * value_stride), tops(sums + n_rows) {}
 };
 
@@ -191,9 +195,9 @@ enum class Dtype : uint8_t { kF16, kBf16, kF32 };
 constexpr int64_t dtype_nbytes(Dtype d) { return d == Dtype::kF32 ? 4 : 2; }
 
 // Why a row could not be coded.
-enum class Bad : uint8_t { kNone, kNan, kInfinite, kScale, kValue };
+enum class Status : uint8_t { kOk, kNan, kInfinite, kScale, kValue };
 struct TileStatus {
-  Bad bad = Bad::kNone;
+  Status status = Status::kOk;
   int32_t row = 0;  // within the tile
   int64_t column = 0;
   int64_t n_underflowed = 0;  // groups of nonzero values whose FP16 scale is zero
@@ -208,23 +212,35 @@ struct RowDifference {
 // or 16 of a codebook, ascending, with what lies between each and the next.
 struct Grid {
   float span;
-  bool is_shifted;  // the lowest integer is for the search to find; else it is the same everywhere
+  bool is_asymmetric;  // the lowest integer is for the search to find; else it is the same everywhere
   bool is_codebook;
   float levels[16], middles[15];
 };
 
-struct Kernels {
-  const char* name;
-
-  // Products, for tiles [tile_begin, tile_end) and all tokens: y[m * ldy + row] = sum_k w[row, k] * x[m, k].
+// Kernels that use the integer dot product of a tier, and what it could do from registers.
+struct DotKernels {
+  // GEMV or GEMM, for tiles [tile_begin, tile_end) and all tokens: y[m * ldy + row] = sum_k w[row, k] * x[m, k].
   // Padding rows are written too (as zeros). scratch: kScratchBytes, aligned to 64.
   void (*matmul_int)(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile_begin, int64_t tile_end,
                      void* scratch);
-  void (*matmul_float)(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile_begin,
-                       int64_t tile_end, void* scratch);
-
   // Put the padded row x (n_columns) of token m into its place.
   void (*prepare_int)(const float* x, int64_t m, const IntActivations& out);
+
+  // Some 1e7 multiplications of a dot product, from registers; returns how many: the ceiling of prefill.
+  int64_t (*peak_int)();
+  int64_t (*peak_bytes)();
+  int64_t (*peak_float)();
+
+  // Whether the dot product of this tier is the one its name promises; for the test that a forced tier really ran.
+  const char* (*dot_name)();
+};
+
+struct Kernels : DotKernels {
+  const char* name;
+
+  // As matmul_int and prepare_int.
+  void (*matmul_float)(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile_begin,
+                       int64_t tile_end, void* scratch);
   void (*prepare_float)(const float* x, int64_t m, const FloatActivations& out);
 
   // out = x * rsqrt(mean(x^2) + eps) * weight; padded rows.
@@ -238,12 +254,12 @@ struct Kernels {
 
   // Store one token's key and value rows (n_kv_heads * head_dim floats each) at `position`.
   void (*store_kv)(const KvCache& cache, int64_t position, const float* key, const float* value);
-  // One span of keys, kKeySpan * span on. scratch: kAttentionScratch floats, aligned to 64.
-  void (*attend)(const KvCache& cache, int64_t kv_head, const Queries& queries, int64_t span, const AttentionRule& rule,
-                 const SpanSums& out, float* scratch);
-  // Join n_spans spans, SpanSums::size apart, ascending: row r of the result goes to out[r], head_dim floats.
-  void (*join_spans)(const KvCache& cache, int64_t kv_head, const Queries& queries, const AttentionRule& rule, float* spans,
-                     int64_t n_spans, float* const* out);
+  // Attention over one KV split: the keys from kSplitKeys * split on. scratch: kAttentionScratch floats, aligned to 64.
+  void (*attention_split)(const KvCache& cache, int64_t kv_head, const Queries& queries, int64_t split,
+                          const AttentionRule& rule, const SplitSums& out, float* scratch);
+  // Merge n_splits splits, SplitSums::size apart, ascending: row r of the result goes to out[r], head_dim floats.
+  void (*merge_splits)(const KvCache& cache, int64_t kv_head, const Queries& queries, const AttentionRule& rule,
+                       float* splits, int64_t n_splits, float* const* out);
 
   // Conversion of one tile: rows (up to 16) of n_columns values, `row_nbytes` apart. zero_points: of kInt4z, else null.
   // scratch: 16 floats for each column of a group and up to a multiple of 16 columns, aligned to 64. row_scratch:
@@ -262,40 +278,25 @@ struct Kernels {
                                 double* cross);
 
   // Calibrated rounding, of a chunk of n_rows (up to kChunkRows, a multiple of 16) rows (calibrated.inc.h).
-  void (*round_with_feedback)(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
-                              const float* lows, int64_t n_groups, const float* factor, const Grid& grid, int8_t* q,
-                              float* acc);
+  void (*gptq_round)(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
+                     const float* qmins, int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc);
   void (*solve_rows)(float* x, int64_t n, int64_t n_rows, const float* factor, const float* pivots, float* acc);
   void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid,
-                 int n_rounds, uint16_t* scales, const float* lows, int8_t* q, float* scratch);
+                 int n_rounds, uint16_t* scales, const float* qmins, int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                        int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc);
-  // Products of panels, and the parts of a factor that are not such products.
+                        int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* qmins, float* errors, float* acc);
+  // GEMM of panels, and the parts of a factor that are no GEMM.
   void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
   int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);
   void (*factor_panel)(const float* block, int64_t n, int64_t n_rows, const float* pivots, float* raw, float* unit);
 
   // Reads nbytes (a multiple of 64, aligned to 4) and returns a word that depends on all of them: the ceiling of decode.
   uint32_t (*read)(const void* data, int64_t nbytes);
-  // Some 1e7 multiplications of a dot product, from registers; returns how many: the ceiling of prefill.
-  int64_t (*peak_int)();
-  int64_t (*peak_bytes)();
-  int64_t (*peak_float)();
-
-  // Whether the dot product of this tier is the one its name promises; for the test that a forced tier really ran.
-  const char* (*dot_name)();
 };
 
 // Of a GEMM: a block of kGemmTiles tiles, unpacked, and the sums of kMaxTokens tokens.
 constexpr size_t kScratchBytes = size_t{kGemmTiles} * kTileRows * 4 * (kBlock + kMaxTokens);
 
-constexpr int64_t kAttentionScratch = int64_t{2} * kTokenGroup * kKeySpan;
-
-// The tables that this build holds, lowest tier first; dispatch.cpp chooses.
-extern const Kernels kScalarKernels;
-extern const Kernels kAvx2Kernels;
-extern const Kernels kAvxVnniKernels;
-extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx512VnniKernels;
+constexpr int64_t kAttentionScratch = int64_t{2} * kTokenGroup * kSplitKeys;
 
 }  // namespace w4conv

@@ -11,7 +11,7 @@
 #include <string>
 #include <thread>
 
-#include "engine/pool.h"
+#include "ops/pool.h"
 #include "w4conv/cpu.h"
 
 namespace nb = nanobind;
@@ -59,7 +59,7 @@ struct MatrixParts {
 
 // Each adds the functions and classes of its file.
 void register_matrices(nb::module_& m);  // coding, decoding, comparing; first, as others take its MatrixParts
-void register_products(nb::module_& m);  // and the ceilings that they are held against
+void register_matmul(nb::module_& m);    // and the ceilings that they are held against
 void register_calibration(nb::module_& m);
 void register_engine(nb::module_& m);
 void register_vocabulary(nb::module_& m);

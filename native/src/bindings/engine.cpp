@@ -88,10 +88,15 @@ void add_layer(ModelConfig& c, int64_t rope, int64_t window) {
   c.layers.push_back({rope, window});
 }
 
-void set_activation(ModelConfig& c, const std::string& name) {
-  require(name == "silu" || name == "gelu_tanh" || name == "clamped_silu", "no such activation");
-  c.activation = name == "silu" ? Activation::kSilu : name == "gelu_tanh" ? Activation::kGeluTanh : Activation::kClampedSilu;
+// The one list of activations by name.
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "clamped_silu") return Activation::kClampedSilu;
+  throw std::invalid_argument("no kernels for activation " + name);
 }
+
+void set_activation(ModelConfig& c, const std::string& name) { c.activation = activation_of(name); }
 
 BoundModel* new_model(const ModelConfig& c, int threads) {
   require(c.vocab_size > 0 && c.hidden_size > 0 && c.head_dim > 0, "sizes must be positive");
@@ -103,32 +108,38 @@ BoundModel* new_model(const ModelConfig& c, int threads) {
 }
 
 void set_linear(BoundModel& m, int64_t layer, int64_t expert, const std::string& part, const MatrixParts& parts) {
+  const Matrix weight = parts.matrix();
+  const auto lock = m.lock();
   m.ready = false;
-  m.linear(layer, expert, part).weight = parts.matrix();
+  m.linear(layer, expert, part).weight = weight;
   m.parts.push_back(parts);
 }
 
 void set_bias(BoundModel& m, int64_t layer, int64_t expert, const std::string& part, const Floats& values) {
+  const auto lock = m.lock();
   m.ready = false;
   m.linear(layer, expert, part).bias = padded_copy(values);
 }
 
 void set_norm(BoundModel& m, int64_t layer, const std::string& part, const Floats& values) {
+  const auto lock = m.lock();
   m.ready = false;
   m.norm(layer, part) = {static_cast<int64_t>(values.size()), padded_copy(values)};
 }
 
 void set_sinks(BoundModel& m, int64_t layer, const Floats& values) {
   require(static_cast<int64_t>(values.size()) == m.model.config().n_heads, "sinks: not one a head");
+  const auto lock = m.lock();
   m.layer_at(layer).sinks.assign(values.data(), values.data() + values.size());
 }
 
 // Every matrix is there and has the shape that the layers before and after it ask for: the passes trust them.
 void check_shapes(BoundModel& m) {
+  const auto lock = m.lock();
   const ModelConfig& c = m.model.config();
   const int64_t q_width = c.n_heads * c.head_dim, kv_width = c.n_kv_heads * c.head_dim;
   auto check = [](const Linear& l, int64_t n_rows, int64_t n_columns) {
-    require(l.is_there() && l.weight.n_rows == n_rows && l.weight.n_columns == n_columns,
+    require(l.is_defined() && l.weight.n_rows == n_rows && l.weight.n_columns == n_columns,
             "a matrix is missing or misshapen");
     require(l.bias.empty() || static_cast<int64_t>(l.bias.size()) == pad_to(n_rows, kTileRows), "a bias is misshapen");
   };
@@ -138,13 +149,13 @@ void check_shapes(BoundModel& m) {
   auto check_feed_forward = [&](const FeedForward& f) {
     const int64_t inner = f.down.weight.n_columns;
     check(f.down, c.hidden_size, inner);
-    if (f.gate_up.is_there()) return check(f.gate_up, 2 * inner, c.hidden_size);
+    if (f.gate_up.is_defined()) return check(f.gate_up, 2 * inner, c.hidden_size);
     check(f.gate, inner, c.hidden_size);
     check(f.up, inner, c.hidden_size);
   };
   for (int64_t i = 0; i < c.n_layers(); i++) {
     const Layer& l = m.model.layer(i);
-    if (l.qkv.is_there()) {
+    if (l.qkv.is_defined()) {
       check(l.qkv, q_width + 2 * kv_width, c.hidden_size);
     } else {
       check(l.q, q_width, c.hidden_size);
@@ -166,12 +177,13 @@ void check_shapes(BoundModel& m) {
     }
   }
   for (const Linear* l : {&m.model.embedding, &m.model.head}) {
-    if (l->is_there()) check(*l, c.vocab_size, c.hidden_size);
+    if (l->is_defined()) check(*l, c.vocab_size, c.hidden_size);
   }
   check_norm(m.model.final_norm, {c.hidden_size});
   m.ready = true;
 }
 
+// What another thread may change is checked under the lock: these two, and what setters write.
 void require_ready(BoundModel& m, const Session& session) {
   require(m.ready, "check_shapes comes first");
   const ModelConfig& c = m.model.config();
@@ -180,7 +192,6 @@ void require_ready(BoundModel& m, const Session& session) {
   }
 }
 
-// Under the lock, as another thread may append to the session too.
 void require_room(const Session& session, int64_t n) {
   require(session.n_tokens() + n <= session.n_positions(), "no room in the session");
 }
@@ -197,9 +208,7 @@ void extend_rope(BoundModel& m, int64_t rope, const FloatRows& frequencies) {
 void forward(BoundModel& m, Session& session, const Tokens& tokens, const MutableFloatRows& logits) {
   const ModelConfig& c = m.model.config();
   const auto n = static_cast<int64_t>(tokens.size()), n_out = static_cast<int64_t>(logits.shape(0));
-  require_ready(m, session);
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
-  require(m.model.embedding.is_there() && m.model.final_norm.n > 0, "no embedding or final norm");
   require(n_out <= 1 || n_out == n, "logits: rows are neither 0, 1 nor the number of tokens");
   require(static_cast<int64_t>(logits.shape(1)) == c.vocab_size, "logits: rows are not vocab_size long");
   for (size_t i = 0; i < tokens.size(); i++) {
@@ -207,7 +216,9 @@ void forward(BoundModel& m, Session& session, const Tokens& tokens, const Mutabl
   }
   const WithoutGil without_gil;
   const auto lock = m.lock();
+  require_ready(m, session);
   require_room(session, n);
+  require(m.model.embedding.is_defined() && m.model.final_norm.n > 0, "no embedding or final norm");
   m.model.forward(session, tokens.data(), n, n_out == n, n_out == 0 ? nullptr : logits.data());
 }
 
@@ -234,31 +245,29 @@ float* capture_rows(const MutableFloatRows& rows, int64_t n, int64_t width) {
 
 void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloatRows& x, const MutableFloatRows& qkv,
                const MutableFloatRows& o, const MutableFloatRows& gate_up, const MutableFloatRows& down, int until,
-               bool attended) {
+               bool after_attention) {
   const ModelConfig& c = m.model.config();
   const auto n = static_cast<int64_t>(x.shape(0));
   require(layer >= 0 && layer < c.n_layers(), "no such layer");
-  require_ready(m, session);
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
-  require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such place");
+  require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such hook");
+  const WithoutGil without_gil;
+  const auto lock = m.lock();
+  require_ready(m, session);
+  require_room(session, n);
   const Capture capture{capture_rows(qkv, n, c.hidden_size),
                         capture_rows(o, n, c.n_heads * c.head_dim),
                         capture_rows(gate_up, n, c.hidden_size),
                         capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns),
                         static_cast<Until>(until),
-                        attended};
-  const WithoutGil without_gil;
-  const auto lock = m.lock();
-  require_room(session, n);
+                        after_attention};
   m.model.run_layer(layer, session, n, x.data(), capture);
   if (layer + 1 == c.n_layers()) session.advance(n);
 }
 
 void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
   const ModelConfig& c = m.model.config();
-  const Linear& head = m.model.head.is_there() ? m.model.head : m.model.embedding;
-  require(m.ready && head.is_there() && m.model.final_norm.n > 0, "no head or final norm, or check_shapes has to come");
   const auto n = static_cast<int64_t>(x.shape(0));
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
@@ -266,6 +275,8 @@ void finish(BoundModel& m, const FloatRows& x, const MutableFloatRows& logits) {
           "logits: wrong shape");
   const WithoutGil without_gil;
   const auto lock = m.lock();
+  const Linear& head = m.model.head.is_defined() ? m.model.head : m.model.embedding;
+  require(m.ready && head.is_defined() && m.model.final_norm.n > 0, "no head or final norm, or check_shapes has to come");
   m.model.finish(x.data(), n, logits.data());
 }
 
@@ -334,7 +345,7 @@ void register_engine(nb::module_& m) {
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
       .def("finish", &finish, "x"_a, "logits"_a)
       .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a,
-           "attended"_a);
+           "after_attention"_a);
   m.def("new_model", &new_model, "config"_a, "threads"_a, nb::rv_policy::take_ownership);
 }
 

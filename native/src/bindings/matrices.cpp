@@ -2,8 +2,8 @@
 
 #include <type_traits>
 
-#include "engine/convert.h"
-#include "engine/dequantize.h"
+#include "ops/convert.h"
+#include "ops/dequantize.h"
 
 using namespace nb::literals;
 
@@ -12,6 +12,7 @@ namespace {
 
 using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// The one list of kinds by name.
 Kind kind_of(const std::string& name) {
   if (name == "int4") return Kind::kInt4;
   if (name == "int4z") return Kind::kInt4z;
@@ -35,19 +36,20 @@ Dtype dtype_of(const std::string& name) {
   throw std::invalid_argument("no such dtype: " + name);
 }
 
-const char* reason_of(Bad bad) {
-  switch (bad) {
-    case Bad::kNan:
+const char* reason_of(Status status) {
+  switch (status) {
+    case Status::kNan:
       return "NaN";
-    case Bad::kInfinite:
+    case Status::kInfinite:
       return "infinity";
-    case Bad::kScale:
+    case Status::kScale:
       return "a scale beyond FP16";
-    case Bad::kValue:
+    case Status::kValue:
       return "a value beyond the range of its new type";
-    default:
+    case Status::kOk:
       return "";
   }
+  throw std::logic_error("no such status");
 }
 
 // Shape of a matrix, its parts still to come.
@@ -106,7 +108,7 @@ std::tuple<std::string, int64_t, int64_t, int64_t> convert(Pool& pool, const Byt
     s = convert_block(k, pool, values.data(), d, n_rows, n_columns, w.kind, w.group_size, lines, scale_bits,
                       has_points ? points : nullptr);
   }
-  return {reason_of(s.bad), s.row, s.column, s.n_underflowed};
+  return {reason_of(s.status), s.row, s.column, s.n_underflowed};
 }
 
 void bound_dequantize(Pool& pool, const MatrixParts& parts, const MutableFloatRows& out) {
@@ -142,17 +144,17 @@ std::tuple<double, bool> bound_compare(Pool& pool, const FloatRows& x, const Flo
 }
 
 std::tuple<double, bool, bool> bound_compare_with_source(Pool& pool, const Bytes& values, const std::string& dtype,
-                                                         const MatrixParts& parts, bool remake, int64_t group_size,
+                                                         const MatrixParts& parts, bool reproduce, int64_t group_size,
                                                          const MutableSums& sums) {
   const Matrix w = parts.matrix();
   const Dtype d = dtype_of(dtype);
   require(values.size() == static_cast<size_t>(w.n_rows) * static_cast<size_t>(w.n_columns * dtype_nbytes(d)), kWrongValues);
-  require(!remake || w.scale_type == ScaleType::kF16, "only FP16 scales are made");
+  require(!reproduce || w.scale_type == ScaleType::kF16, "only FP16 scales are made");
   const GroupSums out = sums_of(sums, w.n_rows, w.n_columns, group_size);
   const Kernels& k = kernels();
   const WithoutGil without_gil;
-  const SourceDifference found = compare_with_source(k, pool, values.data(), d, w, remake, out);
-  return {found.largest, found.equal, found.remade};
+  const SourceDifference found = compare_with_source(k, pool, values.data(), d, w, reproduce, out);
+  return {found.largest, found.equal, found.reproduced};
 }
 
 }  // namespace
@@ -207,7 +209,7 @@ void register_matrices(nb::module_& m) {
         "scales"_a, "zero_points"_a);
   m.def("dequantize", &bound_dequantize, "pool"_a, "parts"_a, "out"_a);
   m.def("compare", &bound_compare, "pool"_a, "x"_a, "y"_a, "group_size"_a, "sums"_a);
-  m.def("compare_with_source", &bound_compare_with_source, "pool"_a, "values"_a, "dtype"_a, "parts"_a, "remake"_a,
+  m.def("compare_with_source", &bound_compare_with_source, "pool"_a, "values"_a, "dtype"_a, "parts"_a, "reproduce"_a,
         "group_size"_a, "sums"_a);
 }
 

@@ -1,5 +1,5 @@
 #include "bindings/bindings.h"
-#include "lost_pages.h"
+#include "sigbus.h"
 
 NB_MODULE(_native, m) {
   using namespace w4conv;
@@ -14,7 +14,7 @@ NB_MODULE(_native, m) {
   });
   m.def("isa_tier", [] { return std::string(kernels().name); });
   m.def("dot_instruction", [] { return std::string(kernels().dot_name()); });
-  m.def("explain_lost_pages", &explain_lost_pages);
+  m.def("explain_sigbus", &explain_sigbus);
   nb::exception<ThreadStartError>(m, "ThreadStartError", PyExc_RuntimeError);
   nb::class_<Pool>(m, "Pool").def(
       "__init__",
@@ -24,7 +24,7 @@ NB_MODULE(_native, m) {
       },
       "n_threads"_a);
   bindings::register_matrices(m);
-  bindings::register_products(m);
+  bindings::register_matmul(m);
   bindings::register_calibration(m);
   bindings::register_engine(m);
   bindings::register_vocabulary(m);

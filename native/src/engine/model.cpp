@@ -33,11 +33,11 @@ KvCache cache_of(const ModelConfig& c, int64_t layer, const KvConfig& kv) {
   KvCache cache{.n_kv_heads = c.n_kv_heads, .head_dim = c.head_dim, .kind = kv.kind, .window = c.layers[layer].window};
   if (kv.window > 0 && (cache.window == 0 || cache.window > kv.window)) {
     cache.window = kv.window;
-    cache.n_pinned = kKeyTile;
+    cache.n_sink_keys = kKeyTile;
   }
-  cache.n_slots = pad_to(kv.n_positions, kKeySpan);
-  if (cache.window > 0) {  // a pass stores all its tokens before the first of them looks at the keys
-    cache.n_slots = std::min(cache.n_slots, pad_to(cache.n_pinned + cache.window - 1 + Model::kMaxTokens, kKeySpan));
+  cache.n_slots = pad_to(kv.n_positions, kSplitKeys);
+  if (cache.window > 0) {  // a pass stores all its tokens before the first of them reads the keys
+    cache.n_slots = std::min(cache.n_slots, pad_to(cache.n_sink_keys + cache.window - 1 + Model::kMaxTokens, kSplitKeys));
   }
   return cache;
 }
@@ -52,10 +52,11 @@ struct KvSizes {
   }
 };
 
-// The tiles of a product as tasks: in rounds of one chunk for each thread, every round a third of what is left. So chunks
+// The tiles of a GEMM as tasks (guided self-scheduling): in rounds of one chunk for each thread, every round a third of what
+// is left. So chunks
 // are long at first, as a thread then streams through memory, and short at last, which evens out a busy core. Whole fours
 // of tiles suit the kernels.
-struct Shares {
+struct GuidedSchedule {
   int64_t n_tiles;
   int n_threads;
 
@@ -85,13 +86,13 @@ Session::Session(const ModelConfig& c, const KvConfig& kv)
   for (int64_t i = 0; i < c.n_layers(); i++) layers_.push_back(cache_of(c, i, kv));
 }
 
-// Slots lie one span after another, so that more of them are more bytes at the end. Untouched memory costs nothing: begin
+// Slots lie one split after another, so that more of them are more bytes at the end. Untouched memory costs nothing: begin
 // with a huge page of keys, then double, so that what is copied stays a small part of what tokens read.
 const KvCache& Session::reserve(int64_t layer, int64_t n) {
   KvCache& cache = layers_[layer];
-  const int64_t needed = std::min(cache.n_slots, pad_to(n, kKeySpan)), have = n_reserved_[layer];
+  const int64_t needed = std::min(cache.n_slots, pad_to(n, kSplitKeys)), have = n_reserved_[layer];
   if (needed <= have) return cache;
-  const auto first = static_cast<int64_t>(Buffer::kHugePage / KvSizes(cache, kKeySpan).keys) * kKeySpan;
+  const auto first = static_cast<int64_t>(Buffer::kHugePage / KvSizes(cache, kSplitKeys).keys) * kSplitKeys;
   const int64_t n_slots = std::min(cache.n_slots, std::max({needed, 2 * have, first}));
   const KvSizes sizes(cache, n_slots);
   Buffer* const buffers = &buffers_[4 * layer];
@@ -123,7 +124,7 @@ void Session::advance(int64_t n) {
 bool Session::truncate(int64_t n) {
   if (n == 0) n_stored_ = 0;
   for (const KvCache& cache : layers_) {  // what the next token sees, whose position is n
-    if (n > 0 && n_stored_ > cache.n_slots && cache.first(n) + cache.n_slots - cache.n_pinned < n_stored_) return false;
+    if (n > 0 && n_stored_ > cache.n_slots && cache.first(n) + cache.n_slots - cache.n_sink_keys < n_stored_) return false;
   }
   n_tokens_ = n;
   return true;
@@ -150,20 +151,20 @@ void Model::embed(int32_t token, float* out) const {
   scale(out, config_.embedding_scale, embedding.weight.n_columns);
 }
 
-void Model::multiply(const std::vector<Product>& products, Part part) {
+void Model::multiply(const std::vector<Gemm>& gemms, Part part) {
   const Stopwatch::Lap lap(stopwatch, part);
   int64_t n_tiles = 0;
-  for (const Product& p : products) n_tiles += p.linear->weight.n_tiles();
-  const Shares shares{n_tiles, pool_.n_threads()};
-  pool_.run(shares.n_tasks(), [&](int64_t task, int thread) {
+  for (const Gemm& g : gemms) n_tiles += g.linear->weight.n_tiles();
+  const GuidedSchedule schedule{n_tiles, pool_.n_threads()};
+  pool_.run(schedule.n_tasks(), [&](int64_t task, int thread) {
     char* scratch = scratch_.as<char>() + kScratchBytes * static_cast<size_t>(thread);
-    const auto [begin, end] = shares.tiles(task);
+    const auto [begin, end] = schedule.tiles(task);
     int64_t first = 0;
-    for (const Product& p : products) {
-      const int64_t n = p.linear->weight.n_tiles();
+    for (const Gemm& g : gemms) {
+      const int64_t n = g.linear->weight.n_tiles();
       const int64_t from = std::max(begin, first), to = std::min(end, first + n);
       if (from < to) {
-        inputs_.multiply(kernels_, p.linear->weight, p.y.data, p.y.stride, from - first, to - first, scratch);
+        inputs_.multiply(kernels_, g.linear->weight, g.y.data, g.y.stride, from - first, to - first, scratch);
       }
       first += n;
     }
@@ -186,15 +187,15 @@ void Model::normalize(const Norm& norm, const float* x, int64_t n, float* out) c
   }
 }
 
-// Row m as the products of a branch read it.
-void Model::branch_off(const Run& run, const Norm& norm, int64_t m) {
+// Row m, normalized, as the GEMMs of a block read it.
+void Model::pre_norm(const Run& run, const Norm& norm, int64_t m) {
   float* row = run.normed[m];
   norm.n > 0 ? normalize(norm, run.x[m], config_.hidden_size, row) : (void)std::copy_n(run.x[m], run.x.stride, row);
   inputs_.put(kernels_, row, m);
 }
 
-// Add row m of a branch's output to the hidden rows. last: the branch's last matrix.
-void Model::join(const Run& run, const Linear& last, const Norm& norm, int64_t m) {
+// Add row m of a block's output to the residual stream. last: the block's last matrix.
+void Model::residual_add(const Run& run, const Linear& last, const Norm& norm, int64_t m) {
   float* row = run.out[m];
   add_bias(row, last);
   if (norm.n > 0) normalize(norm, row, config_.hidden_size, row);
@@ -202,28 +203,34 @@ void Model::join(const Run& run, const Linear& last, const Norm& norm, int64_t m
   add(run.x[m], row, run.x.stride);
 }
 
+// x += attention(norm(x)); x += feed_forward(norm(x)). Hooks take copies on the way, or end it there.
 void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Capture& capture) {
   const Layer& layer = layers_[i];
+  const FeedForward& mlp = layer.mlp;
   const int64_t hidden = config_.hidden_size;
   const Run run{layer, n, {x, padded(hidden)}, rows(normed_, n, hidden), rows(out_, n, hidden)};
-  const bool routed = !layer.experts.empty();
 
-  if (!capture.attended) attend(run, config_.layers[i], session, session.reserve(i, session.n_tokens() + n), capture);
+  if (!capture.after_attention) {
+    attention_block(run, config_.layers[i], session, session.reserve(i, session.n_tokens() + n), capture);
+  }
   if (capture.until == Until::kAttentionInputs) return;
 
-  const FeedForward& f = layer.mlp;
-  inputs_.plan(n, hidden, {&(routed ? layer.router : f.gate_up.is_there() ? f.gate_up : f.gate).weight, &f.up.weight});
+  const bool routed = !layer.experts.empty();
+  const Linear& first = routed ? layer.router : mlp.gate_up.is_defined() ? mlp.gate_up : mlp.gate;
+  inputs_.plan(n, hidden, {&first.weight, &mlp.up.weight});
   each_token(n, [&](int64_t m) {
-    if (!capture.attended) join(run, layer.o, layer.attention_out_norm, m);
-    branch_off(run, layer.mlp_norm, m);
+    if (!capture.after_attention) residual_add(run, layer.o, layer.attention_out_norm, m);
+    pre_norm(run, layer.mlp_norm, m);
   });
   copy_rows(capture.gate_up, run.normed.data, n * run.normed.stride);
   if (capture.until == Until::kFeedForwardInputs) return;
-  routed ? route(run) : feed_forward(f, n, run.out, capture.down);
-  each_token(n, [&](int64_t m) { join(run, f.down, layer.mlp_out_norm, m); });
+  routed ? mixture_of_experts(run) : feed_forward(mlp, n, run.out, capture.down);
+  each_token(n, [&](int64_t m) { residual_add(run, mlp.down, layer.mlp_out_norm, m); });
 }
 
-void Model::attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture) {
+// run.out = attention of the normalized rows, without the bias of o.
+void Model::attention_block(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache,
+                            const Capture& capture) {
   const Layer& layer = run.layer;
   const int64_t n = run.n, n_heads = config_.n_heads, n_kv_heads = config_.n_kv_heads, head_dim = config_.head_dim;
   const int64_t start = session.n_tokens();
@@ -232,17 +239,17 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
   Rope* const rope = c.rope < 0 ? nullptr : &ropes_[c.rope + session.rope_offset];
   if (rope != nullptr) rope->extend(start + n);
 
-  // 1. queries, keys and values
-  const bool fused = layer.qkv.is_there();
+  // 1. pre-norm; queries, keys and values
+  const bool fused = layer.qkv.is_defined();
   // A bias may be far larger than the rest of a key, of which 8 bits would leave nothing: it is not stored but counted in.
   const float* const key_bias = fused ? bias_from(layer.qkv, q_width) : bias_from(layer.k, 0);
   const bool apart = key_bias != nullptr && cache.kind == KvKind::kInt8 && rope != nullptr && layer.k_norm.n == 0;
   if (apart) {
-    rule.turned = rope->turned(head_dim);
-    rule.n_turned = rope->n_turned(head_dim);
+    rule.cos_sin = rope->cos_sin_tiles(head_dim);
+    rule.n_bias_terms = rope->n_bias_terms(head_dim);
   }
   inputs_.plan(n, config_.hidden_size, {&(fused ? layer.qkv : layer.q).weight, &layer.k.weight, &layer.v.weight});
-  each_token(n, [&](int64_t m) { branch_off(run, layer.attention_norm, m); });
+  each_token(n, [&](int64_t m) { pre_norm(run, layer.attention_norm, m); });
   copy_rows(capture.qkv, run.normed.data, n * run.normed.stride);
   if (capture.until == Until::kAttentionInputs) return;
   Rows q, k, v;
@@ -268,14 +275,14 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
     kernels_.store_kv(cache, start + m, k[m], v[m]);
   });
 
-  // 2. each query head over the keys of its KV head
+  // 2. attention of each query head over the keys of its KV head
   const Rows attended = rows(attended_, n, q_width);
   {
     const Stopwatch::Lap lap(stopwatch, Part::kAttention);
-    look(cache, rule, {rope, apart ? key_bias : nullptr}, q, start, n, attended);
+    attention(cache, rule, {rope, apart ? key_bias : nullptr}, q, start, n, attended);
   }
 
-  // 3. their output
+  // 3. the output projection
   inputs_.plan(n, q_width, {&layer.o.weight});
   each_token(n, [&](int64_t m) {
     std::fill(attended[m] + q_width, attended[m] + attended.stride, 0.0f);
@@ -286,21 +293,21 @@ void Model::attend(const Run& run, const LayerConfig& c, Session& session, const
 }
 
 // Attention of the queries q of n tokens from position start on. The queries of a KV head and of some tokens are a block:
-// they look at each span of keys together. Where blocks are few, threads share out their spans too.
-void Model::look(const KvCache& cache, const AttentionRule& rule, const KeyBias& bias, Rows q, int64_t start, int64_t n,
-                 Rows out) {
+// they read each KV split together. Where blocks are few, threads share out their splits too (flash decoding).
+void Model::attention(const KvCache& cache, const AttentionRule& rule, const KeyBias& bias, Rows q, int64_t start, int64_t n,
+                      Rows out) {
   constexpr int64_t kBlockRows = 4 * kTokenGroup;
   const int64_t n_kv_heads = config_.n_kv_heads, n_group = config_.n_heads / n_kv_heads, d = config_.head_dim;
   const int64_t block_tokens = std::max<int64_t>(1, kBlockRows / n_group);
   const int64_t n_jobs = (n + block_tokens - 1) / block_tokens * n_kv_heads;
-  const int64_t first_span = cache.first(start) / kKeySpan, n_pinned_spans = cache.n_pinned > 0 && first_span > 0;
-  const int64_t n_spans = (start + n - 1) / kKeySpan + 1 - first_span + n_pinned_spans;
-  const bool shared = n_spans > 1 && n_jobs < 4 * pool_.n_threads();
+  const int64_t first_split = cache.first(start) / kSplitKeys, n_sink_splits = cache.n_sink_keys > 0 && first_split > 0;
+  const int64_t n_splits = (start + n - 1) / kSplitKeys + 1 - first_split + n_sink_splits;
+  const bool shared = n_splits > 1 && n_jobs < 4 * pool_.n_threads();
 
-  const int64_t block_size = block_tokens * n_group * (d + rule.n_turned);
+  const int64_t block_size = block_tokens * n_group * (d + rule.n_bias_terms);
   float* const packed = queries_.reserve_for<float>(n_jobs * block_size);
-  const int64_t sums_size = SpanSums::size(block_tokens * n_group, cache.value_stride());
-  float* const spans = spans_.reserve_for<float>((shared ? n_jobs : pool_.n_threads()) * n_spans * sums_size);
+  const int64_t sums_size = SplitSums::size(block_tokens * n_group, cache.value_stride());
+  float* const splits = splits_.reserve_for<float>((shared ? n_jobs : pool_.n_threads()) * n_splits * sums_size);
 
   struct Job {
     int64_t head, token;
@@ -322,33 +329,33 @@ void Model::look(const KvCache& cache, const AttentionRule& rule, const KeyBias&
       const float* const from = row_of(job, q, row);
       for (int64_t j = 0; j < d; j++) to[j * job.queries.n_rows + row] = from[j];
       if (bias.values == nullptr) continue;
-      bias.rope->turn(from, bias.values + job.head * d, d, to + d * job.queries.n_rows + row, job.queries.n_rows);
+      bias.rope->bias_terms(from, bias.values + job.head * d, d, to + d * job.queries.n_rows + row, job.queries.n_rows);
     }
   };
-  const auto attend_to = [&](int64_t i, int64_t slot, int64_t span, int thread) {
+  const auto attention_split = [&](int64_t i, int64_t slot, int64_t split, int thread) {
     const Job job = job_at(i);
     const int64_t n_rows = job.queries.n_rows, stride = cache.value_stride();
-    float* const sums = spans + slot * n_spans * sums_size + span * SpanSums::size(n_rows, stride);
-    const int64_t number = span < n_pinned_spans ? 0 : first_span + span - n_pinned_spans;
-    kernels_.attend(cache, job.head, job.queries, number, rule, {sums, n_rows, stride},
-                    attention_scratch_.as<float>() + kAttentionScratch * thread);
+    float* const sums = splits + slot * n_splits * sums_size + split * SplitSums::size(n_rows, stride);
+    const int64_t number = split < n_sink_splits ? 0 : first_split + split - n_sink_splits;
+    kernels_.attention_split(cache, job.head, job.queries, number, rule, {sums, n_rows, stride},
+                             attention_scratch_.as<float>() + kAttentionScratch * thread);
   };
-  const auto join = [&](int64_t i, int64_t slot) {
+  const auto merge = [&](int64_t i, int64_t slot) {
     const Job job = job_at(i);
     std::vector<float*> to(static_cast<size_t>(job.queries.n_rows));
     for (int64_t row = 0; row < job.queries.n_rows; row++) to[row] = row_of(job, out, row);
-    kernels_.join_spans(cache, job.head, job.queries, rule, spans + slot * n_spans * sums_size, n_spans, to.data());
+    kernels_.merge_splits(cache, job.head, job.queries, rule, splits + slot * n_splits * sums_size, n_splits, to.data());
   };
   if (shared) {
     pool_.run(n_jobs, [&](int64_t i, int) { pack(i); });
-    pool_.run(n_jobs * n_spans,
-              [&](int64_t task, int thread) { attend_to(task / n_spans, task / n_spans, task % n_spans, thread); });
-    pool_.run(n_jobs, [&](int64_t i, int) { join(i, i); });
+    pool_.run(n_jobs * n_splits,
+              [&](int64_t task, int thread) { attention_split(task / n_splits, task / n_splits, task % n_splits, thread); });
+    pool_.run(n_jobs, [&](int64_t i, int) { merge(i, i); });
   } else {
     pool_.run(n_jobs, [&](int64_t i, int thread) {
       pack(i);
-      for (int64_t span = 0; span < n_spans; span++) attend_to(i, thread, span, thread);
-      join(i, thread);
+      for (int64_t split = 0; split < n_splits; split++) attention_split(i, thread, split, thread);
+      merge(i, thread);
     });
   }
 }
@@ -358,7 +365,7 @@ void Model::feed_forward(const FeedForward& f, int64_t n, Rows out, float* captu
   const int64_t inner = f.down.weight.n_columns;
   const Rows gate = rows(gate_, n, inner), up = rows(up_, n, inner);
   Rows fused{};
-  if (f.gate_up.is_there()) {
+  if (f.gate_up.is_defined()) {
     fused = rows(gate_up_, n, 2 * inner);
     multiply({{&f.gate_up, fused}});
   } else {
@@ -396,7 +403,7 @@ void Model::activate(const FeedForward& f, Rows fused, Rows gate, Rows up, int64
 
 // A mixture of experts: each token goes to the experts of the highest router scores (the first of equal ones). Their
 // outputs are added in the order of the experts, whatever tokens run together.
-void Model::route(const Run& run) {
+void Model::mixture_of_experts(const Run& run) {
   const Layer& layer = run.layer;
   const auto n_experts = static_cast<int64_t>(layer.experts.size());
   const int64_t n_chosen = config_.n_experts_per_token;
@@ -422,7 +429,7 @@ void Model::route(const Run& run) {
     if (n == 0) continue;
     const FeedForward& f = layer.experts[e];
     const Rows out = rows(expert_out_, n, config_.hidden_size);
-    inputs_.plan(n, config_.hidden_size, {&(f.gate_up.is_there() ? f.gate_up : f.gate).weight, &f.up.weight});
+    inputs_.plan(n, config_.hidden_size, {&(f.gate_up.is_defined() ? f.gate_up : f.gate).weight, &f.up.weight});
     each_token(n, [&](int64_t i) { inputs_.put(kernels_, run.normed[tokens[e][i].first], i); });
     feed_forward(f, n, out, nullptr);
     each_token(n, [&](int64_t i) {
@@ -447,7 +454,7 @@ void Model::forward(Session& session, const int32_t* tokens, int64_t n, bool all
 
 void Model::finish(const float* x, int64_t n, float* logits) {
   const ModelConfig& c = config_;
-  const Linear& output = head.is_there() ? head : embedding;
+  const Linear& output = head.is_defined() ? head : embedding;
   const Rows normed = rows(normed_, n, c.hidden_size), scores = rows(logits_, n, c.vocab_size);
   inputs_.plan(n, c.hidden_size, {&output.weight});
   each_token(n, [&](int64_t m) {

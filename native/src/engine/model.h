@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "engine/buffer.h"
-#include "engine/inputs.h"
-#include "engine/pool.h"
+#include "ops/buffer.h"
+#include "ops/inputs.h"
+#include "ops/pool.h"
 #include "engine/rope.h"
 #include "engine/stopwatch.h"
 #include "w4conv/kernels.h"
@@ -24,13 +24,13 @@ struct ModelConfig {
   int64_t vocab_size = 0, hidden_size = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0;
   float norm_eps = 0;
   float attention_scale = 1, attention_softcap = 0;
-  float embedding_scale = 1, residual_scale = 1;  // factors of the embedding rows, and of each branch's output
+  float embedding_scale = 1, residual_scale = 1;  // factors of the embedding rows, and of each block's output
   float logits_divisor = 1, final_softcap = 0;
   Activation activation = Activation::kSilu;
   bool interleaved = false;  // the rows of a gate_up matrix alternate; else the gate's come first
   int64_t n_experts_per_token = 0;
   bool renormalized = true;  // experts' weights: softmax over the chosen; else over all
-  int activation_bits = 16;  // or 8, where products take integers
+  int activation_bits = 16;  // or 8, where GEMMs take integers
   std::vector<RopeFrequencies> ropes;
   std::vector<LayerConfig> layers;
   int64_t n_layers() const { return static_cast<int64_t>(layers.size()); }
@@ -39,7 +39,7 @@ struct ModelConfig {
 struct Linear {
   Matrix weight;
   std::vector<float> bias;  // padded rows, or empty
-  bool is_there() const { return weight.lines != nullptr; }
+  bool is_defined() const { return weight.lines != nullptr; }
 };
 
 // RMSNorm over runs of n values; n = 0: none.
@@ -53,7 +53,7 @@ struct FeedForward {
 };
 
 struct Layer {
-  Norm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm;  // before a branch, and on its output
+  Norm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm;  // before a block, and on its output
   Norm q_norm, k_norm;                                              // of each head, or of the whole row
   std::vector<float> sinks;                                         // one a query head, or empty
   Linear q, k, v, qkv, o;                                           // q, k and v, or all in qkv
@@ -101,15 +101,16 @@ class Session {
 // How far a layer is run.
 enum class Until { kAttentionInputs, kFeedForwardInputs, kEnd };
 
-// Where a layer puts a copy of the rows that its products read: n rows each, padded to 16 floats. Null: not wanted.
-// attended: the hidden rows that come in are those after the attention; only what follows is to be done.
+// The hooks of a layer, where it puts a copy of the rows that its GEMMs read: n rows each, padded to 16 floats. Null: not
+// wanted. after_attention: the hidden rows that come in are those behind the attention block; only what follows is to be
+// done.
 struct Capture {
   float* qkv = nullptr;      // hidden_size
   float* o = nullptr;        // n_heads * head_dim
   float* gate_up = nullptr;  // hidden_size; the router's too
   float* down = nullptr;     // inputs of mlp.down
   Until until = Until::kEnd;
-  bool attended = false;
+  bool after_attention = false;
 };
 
 class Model {
@@ -144,17 +145,17 @@ class Model {
     int64_t stride;
     float* operator[](int64_t m) const { return data + m * stride; }
   };
-  struct Product {
+  struct Gemm {
     const Linear* linear;
     Rows y;
   };
   struct Run {  // one layer's n tokens on their way
     const Layer& layer;
     int64_t n;
-    Rows x, normed, out;  // hidden rows; normed ones; a branch's output
+    Rows x, normed, out;  // hidden rows; normed ones; a block's output
   };
   Rows rows(Buffer& buffer, int64_t n, int64_t width);
-  // f(m) for each of n tokens, on several threads. Whole token groups together, as the inputs of products lie interleaved:
+  // f(m) for each of n tokens, on several threads. Whole token groups together, as the inputs of GEMMs lie interleaved:
   // two threads in one group would wait for each other's cache lines.
   template <class F>
   void each_token(int64_t n, const F& f) {
@@ -163,22 +164,22 @@ class Model {
       for (int64_t m = task * step; m < std::min(n, (task + 1) * step); m++) f(m);
     });
   }
-  void multiply(const std::vector<Product>& products, Part part = Part::kProducts);
+  void multiply(const std::vector<Gemm>& gemms, Part part = Part::kGemm);
   void embed(int32_t token, float* out) const;
   void normalize(const Norm& norm, const float* x, int64_t n, float* out) const;
-  void branch_off(const Run& run, const Norm& norm, int64_t m);
-  void join(const Run& run, const Linear& last, const Norm& norm, int64_t m);
+  void pre_norm(const Run& run, const Norm& norm, int64_t m);
+  void residual_add(const Run& run, const Linear& last, const Norm& norm, int64_t m);
 
-  void attend(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture);
+  void attention_block(const Run& run, const LayerConfig& c, Session& session, const KvCache& cache, const Capture& capture);
   struct KeyBias {  // of all KV heads, where keys are stored without it; null: they have it, or there is none
     const Rope* rope;
     const float* values;
   };
-  void look(const KvCache& cache, const AttentionRule& rule, const KeyBias& bias, Rows q, int64_t start, int64_t n,
-            Rows out);
+  void attention(const KvCache& cache, const AttentionRule& rule, const KeyBias& bias, Rows q, int64_t start, int64_t n,
+                 Rows out);
   void feed_forward(const FeedForward& f, int64_t n, Rows out, float* capture_down);
   void activate(const FeedForward& f, Rows fused, Rows gate, Rows up, int64_t m);
-  void route(const Run& run);
+  void mixture_of_experts(const Run& run);
 
   ModelConfig config_;
   const Kernels& kernels_;
@@ -187,7 +188,7 @@ class Model {
   std::vector<Layer> layers_;
   Inputs inputs_;
   Buffer hidden_, normed_, q_, k_, v_, qkv_, attended_, gate_, up_, gate_up_, out_, logits_, scratch_;
-  Buffer scores_, expert_out_, attention_scratch_, queries_, spans_;
+  Buffer scores_, expert_out_, attention_scratch_, queries_, splits_;
 };
 
 }  // namespace w4conv

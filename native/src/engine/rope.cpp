@@ -77,25 +77,25 @@ void Rope::rotate(float* row, int64_t n_heads, int64_t head_dim, int64_t positio
   }
 }
 
-const float* Rope::turned(int64_t head_dim) {
-  const int64_t n = frequencies_.n_pairs, n_rows = n_turned(head_dim);
+const float* Rope::cos_sin_tiles(int64_t head_dim) {
+  const int64_t n = frequencies_.n_pairs, n_rows = n_bias_terms(head_dim);
   const int64_t n_positions = static_cast<int64_t>(cos_.size()) / n, step = n_rows * kKeyTile;
-  const int64_t have = static_cast<int64_t>(turned_.size()) / step * kKeyTile;
+  const int64_t have = static_cast<int64_t>(cos_sin_.size()) / step * kKeyTile;
   if (n_positions > have) {
     // By half as many again, so that a token at a time costs little; the last tile may have been incomplete.
-    turned_.resize(static_cast<size_t>(pad_to(n_positions + n_positions / 2, kKeyStep) * n_rows), 1.0f);
+    cos_sin_.resize(static_cast<size_t>(pad_to(n_positions + n_positions / 2, kKeyStep) * n_rows), 1.0f);
   }
-  for (; n_turned_ < n_positions; n_turned_++) {
-    float* const out = turned_.data() + n_turned_ / kKeyTile * step + n_turned_ % kKeyTile;
+  for (; n_tiled_ < n_positions; n_tiled_++) {
+    float* const out = cos_sin_.data() + n_tiled_ / kKeyTile * step + n_tiled_ % kKeyTile;
     for (int64_t i = 0; i < n; i++) {
-      out[i * kKeyTile] = cos_[n_turned_ * n + i];
-      out[(i + n) * kKeyTile] = sin_[n_turned_ * n + i];
+      out[i * kKeyTile] = cos_[n_tiled_ * n + i];
+      out[(i + n) * kKeyTile] = sin_[n_tiled_ * n + i];
     }
   }
-  return turned_.data();
+  return cos_sin_.data();
 }
 
-void Rope::turn(const float* q, const float* bias, int64_t head_dim, float* out, int64_t stride) const {
+void Rope::bias_terms(const float* q, const float* bias, int64_t head_dim, float* out, int64_t stride) const {
   const int64_t n = frequencies_.n_pairs;
   for (int64_t i = 0; i < n; i++) {
     out[i * stride] = q[i] * bias[i] + q[i + n] * bias[i + n];

@@ -28,17 +28,17 @@ class Rope {
 
   // The product of a query q with a key's bias b, rotated to position p, is a product of two vectors, one of which is the
   // same for all layers and heads: cos and sin of p for each pair, and 1 for the dimensions that are not rotated.
-  int64_t n_turned(int64_t head_dim) const { return 2 * frequencies_.n_pairs + (head_dim > 2 * frequencies_.n_pairs); }
+  int64_t n_bias_terms(int64_t head_dim) const { return 2 * frequencies_.n_pairs + (head_dim > 2 * frequencies_.n_pairs); }
   // That vector for each position that the table reaches, laid out as the keys of a float32 cache. Not thread-safe.
-  const float* turned(int64_t head_dim);
-  // The other one, n_turned values `stride` apart; bias: of the head's dimensions.
-  void turn(const float* q, const float* bias, int64_t head_dim, float* out, int64_t stride) const;
+  const float* cos_sin_tiles(int64_t head_dim);
+  // The other one, n_bias_terms values `stride` apart; bias: of the head's dimensions.
+  void bias_terms(const float* q, const float* bias, int64_t head_dim, float* out, int64_t stride) const;
 
  private:
   RopeFrequencies frequencies_;
   std::vector<float> cos_, sin_;  // [position][n_pairs]
-  std::vector<float> turned_;     // [position tile][n_turned][16]
-  int64_t n_turned_ = 0;          // positions in it
+  std::vector<float> cos_sin_;    // [position tile][n_bias_terms][16]
+  int64_t n_tiled_ = 0;           // positions in it
 };
 
 }  // namespace w4conv

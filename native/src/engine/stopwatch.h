@@ -5,7 +5,7 @@
 
 namespace w4conv {
 
-enum class Part { kRest, kProducts, kAttention, kHead };
+enum class Part { kRest, kGemm, kAttention, kHead };
 constexpr int kParts = 4;
 
 class Stopwatch {

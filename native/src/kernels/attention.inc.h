@@ -1,13 +1,13 @@
-// Attention, a span of kKeySpan keys at a time (docs/numerics.md 5). Spans lie at fixed positions, so the result does not
-// depend on how tokens were grouped or shared among threads. Up to kTokens rows of queries share each load of a key or a
-// value. Lanes are keys for the scores, dimensions for the values.
+// Attention, one KV split of kSplitKeys keys at a time (docs/numerics.md 5). Splits lie at fixed positions, so the result
+// does not depend on how tokens were grouped or shared among threads. Up to kTokens rows of queries share each load of a key
+// or a value. Lanes are keys for the scores, dimensions for the values.
 
 inline vf load_kv(const uint16_t* p) { return from_f16(p); }
 inline vf load_kv(const float* p) { return load(p); }
 inline vf load_kv(const int8_t* p) { return __builtin_convertvector(from_bytes(p), vf); }
 
 // Of a stored value, where a vector of its dimensions lies.
-constexpr int64_t value_vector(int64_t v) { return v / kVectors * kKeySpan * 16 + v % kVectors * kLanes; }
+constexpr int64_t value_vector(int64_t v) { return v / kVectors * kSplitKeys * 16 + v % kVectors * kLanes; }
 
 // ---- storing ---------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ void store_kv(const KvCache& c, int64_t position, const float* key, const float*
   }
 }
 
-// ---- attending -------------------------------------------------------------------------------------------------------
+// ---- attention -------------------------------------------------------------------------------------------------------
 
 // f(Count<n>) for n = 1..kMost.
 template <int kCount>
@@ -85,7 +85,7 @@ inline void with_count(int64_t n, const F& f) {
 
 // Vectors that kRows rows run through together: as many sums as the registers hold.
 constexpr int width_of(int n_rows) { return 4 * n_rows <= 2 * kTokens ? 4 : 2; }
-static_assert(width_of(1) * kLanes <= kKeyStep && kKeySpan % kKeyStep == 0 && kKeyStep % kKeyTile == 0);
+static_assert(width_of(1) * kLanes <= kKeyStep && kSplitKeys % kKeyStep == 0 && kKeyStep % kKeyTile == 0);
 
 // scores[row][key] of kWidth * kLanes keys; q[i * ldq + row]. ahead: what is fetched for later lies so far behind.
 template <int kRows, int kWidth, class T>
@@ -114,7 +114,7 @@ inline void add_scores(const T* const (&keys)[kWidth], int64_t d, int64_t ahead,
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kWidth; v++) store(scores + r * kKeySpan + v * kLanes, s[r][v]);
+    for (int v = 0; v < kWidth; v++) store(scores + r * kSplitKeys + v * kLanes, s[r][v]);
   }
 }
 
@@ -137,7 +137,7 @@ inline void add_values(const T* values, int64_t stride, int64_t n, const float* 
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) {
-      const vf p = splat(weights[r * kKeySpan + key]);
+      const vf p = splat(weights[r * kSplitKeys + key]);
 #pragma GCC unroll 4
       for (int v = 0; v < kWidth; v++) a[r][v] = fma(p, x[v], a[r][v]);
     }
@@ -149,24 +149,25 @@ inline void add_values(const T* values, int64_t stride, int64_t n, const float* 
   }
 }
 
-// A span of one KV head, for up to kTokens rows.
+// A KV split of one head, for up to kTokens rows.
 template <class T>
-struct Span {
+struct KvSplit {
   const KvCache& cache;
   int64_t kv_head;
   const AttentionRule& rule;
-  int64_t start;  // first position of the span
-  float* scores;  // [row][kKeySpan]
-  float* turned;  // the same, of AttentionRule::turned
+  int64_t start;  // first position of the split
+  float* scores;  // [row][kSplitKeys]
+  float* biases;  // the same, of the keys' biases (AttentionRule::cos_sin)
 
-  // Keys of the span that a row sees: those before n_pinned and at most `position`, and first..position.
+  // Keys of the split that a row sees: attention sinks, those before n_sink_keys, and at most `position`, and
+  // first..position.
   struct Seen {
-    int64_t pinned, first, end;
+    int64_t sink_end, first, end;
   };
   Seen seen_at(int64_t position) const {
-    const auto within = [&](int64_t p) { return p < start ? start : p > start + kKeySpan ? start + kKeySpan : p; };
-    const int64_t end = within(position + 1), pinned = within(cache.n_pinned);
-    return {pinned < end ? pinned : end, within(cache.first(position)), end};
+    const auto within = [&](int64_t p) { return p < start ? start : p > start + kSplitKeys ? start + kSplitKeys : p; };
+    const int64_t end = within(position + 1), sink_end = within(cache.n_sink_keys);
+    return {sink_end < end ? sink_end : end, within(cache.first(position)), end};
   }
 
   // 1. q.k of the keys begin..end, whole tiles at least
@@ -178,16 +179,17 @@ struct Span {
       for (int64_t key = start + (begin - start) / kStep * kStep; key < pad_to(end, kKeyTile); key += kStep) {
         const T* at[kWidth];
         for (int v = 0; v < kWidth; v++) at[v] = keys + cache.key_at(kv_head, cache.slot(key + v * kLanes));
-        const int64_t d = cache.head_dim, n_turned = rule.n_turned;
+        const int64_t d = cache.head_dim, n_bias_terms = rule.n_bias_terms;
         const int64_t ahead = key + kKeyStep < end ? kKeyStep * d : 0;
         add_scores<kRows, kWidth>(at, d, ahead, q.values + row, q.n_rows, scores + key - start);
-        if (rule.turned == nullptr) continue;
-        const float* turned_at[kWidth];
+        if (rule.cos_sin == nullptr) continue;
+        const float* cos_sin_at[kWidth];
         for (int v = 0; v < kWidth; v++) {
-          const int64_t place = key + v * kLanes, lane = place % kKeyTile;
-          turned_at[v] = rule.turned + (place - lane) * n_turned + lane;
+          const int64_t position = key + v * kLanes, lane = position % kKeyTile;
+          cos_sin_at[v] = rule.cos_sin + (position - lane) * n_bias_terms + lane;
         }
-        add_scores<kRows, kWidth>(turned_at, n_turned, kKeyStep * n_turned, q.turned + row, q.n_rows, turned + key - start);
+        add_scores<kRows, kWidth>(cos_sin_at, n_bias_terms, kKeyStep * n_bias_terms, q.bias_terms + row, q.n_rows,
+                                  biases + key - start);
       }
     });
   }
@@ -195,7 +197,7 @@ struct Span {
   // 2. one row's weights exp(score - top) in place of the scores, times the scales of the values, from a tile's begin on; a
   // key outside of `seen` weighs nothing
   void weigh(float* row, const Seen& seen, int64_t begin, float* sum, float* top) const {
-    if (seen.pinned <= start && seen.first >= seen.end) {
+    if (seen.sink_end <= start && seen.first >= seen.end) {
       *sum = 0.0f;
       *top = -__builtin_inff();
       return;
@@ -208,12 +210,12 @@ struct Span {
       float* const p = row + key - start;
       vf score = load(p);
       if (cache.key_scales != nullptr) score = score * load(cache.key_scales + cache.scale_at(kv_head, cache.slot(key)));
-      if (rule.turned != nullptr) score = score + load(p + (turned - scores));
+      if (rule.cos_sin != nullptr) score = score + load(p + (biases - scores));
       score = score * rule.scale;
       if (rule.softcap > 0) score = softcap_of(score, splat(rule.softcap));
       const vi index = iota + static_cast<int32_t>(key);
       const vi is_seen =
-          ((vi)(index < static_cast<int32_t>(seen.pinned)) | (vi)(index >= static_cast<int32_t>(seen.first))) &
+          ((vi)(index < static_cast<int32_t>(seen.sink_end)) | (vi)(index >= static_cast<int32_t>(seen.first))) &
           (vi)(index < static_cast<int32_t>(seen.end));
       score = select(is_seen, score, splat(-__builtin_inff()));
       highest = select((vi)(score > highest), score, highest);
@@ -267,19 +269,19 @@ struct Span {
     }
     if (begin > end) begin = end;
     const auto one = [&](int64_t r, int64_t from, int64_t to) {
-      add(1, from, to, scores + r * kKeySpan, out + r * cache.value_stride());
+      add(1, from, to, scores + r * kSplitKeys, out + r * cache.value_stride());
     };
     for (int64_t r = 0; r < n_rows; r++) one(r, begins[r], ends[r] < begin ? ends[r] : begin);
     add(n_rows, begin, end, scores, out);
     for (int64_t r = 0; r < n_rows; r++) one(r, begins[r] > end ? begins[r] : end, ends[r]);
   }
 
-  void attend(const Queries& q, int64_t row, int64_t n_rows, const SpanSums& out) const {
+  void attention(const Queries& q, int64_t row, int64_t n_rows, const SplitSums& out) const {
     Seen seen[kTokens];
-    int64_t begin = start + kKeySpan, end = start;  // of the keys that any row sees
+    int64_t begin = start + kSplitKeys, end = start;  // of the keys that any row sees
     for (int64_t r = 0; r < n_rows; r++) {
       seen[r] = seen_at(q.position + (row + r) / q.n_group);
-      const int64_t first = seen[r].pinned > start ? start : seen[r].first;
+      const int64_t first = seen[r].sink_end > start ? start : seen[r].first;
       begin = first < begin ? first : begin;
       end = seen[r].end > end ? seen[r].end : end;
     }
@@ -297,11 +299,11 @@ struct Span {
       for (int64_t i = r * kKeyStep / n_rows; i < (r + 1) * kKeyStep / n_rows; i += kLine) {
         for (int v = 0; v < 4; v++) prefetch(first_values + value_vector(v * kVectors) + i * 16);
       }
-      weigh(scores + r * kKeySpan, seen[r], first_tile, out.sums + row + r, out.tops + row + r);
+      weigh(scores + r * kSplitKeys, seen[r], first_tile, out.sums + row + r, out.tops + row + r);
       begins[r] = start;
-      ends[r] = seen[r].pinned;
+      ends[r] = seen[r].sink_end;
     }
-    if (cache.n_pinned > start) add_seen(n_rows, begins, ends, sums);
+    if (cache.n_sink_keys > start) add_seen(n_rows, begins, ends, sums);
     for (int64_t r = 0; r < n_rows; r++) {
       begins[r] = seen[r].first;
       ends[r] = seen[r].end;
@@ -311,43 +313,43 @@ struct Span {
 };
 
 template <class T>
-void attend_as(const KvCache& c, int64_t kv_head, const Queries& q, int64_t span, const AttentionRule& rule,
-               const SpanSums& out, float* scratch) {
-  const Span<T> s{c, kv_head, rule, span * kKeySpan, scratch, scratch + kTokenGroup * kKeySpan};
+void attention_split_as(const KvCache& c, int64_t kv_head, const Queries& q, int64_t split, const AttentionRule& rule,
+                        const SplitSums& out, float* scratch) {
+  const KvSplit<T> s{c, kv_head, rule, split * kSplitKeys, scratch, scratch + kTokenGroup * kSplitKeys};
   for (int64_t row = 0; row < q.n_rows; row += kTokens) {
-    s.attend(q, row, q.n_rows - row < kTokens ? q.n_rows - row : kTokens, out);
+    s.attention(q, row, q.n_rows - row < kTokens ? q.n_rows - row : kTokens, out);
   }
 }
-void attend(const KvCache& c, int64_t kv_head, const Queries& q, int64_t span, const AttentionRule& rule,
-            const SpanSums& out, float* scratch) {
+void attention_split(const KvCache& c, int64_t kv_head, const Queries& q, int64_t split, const AttentionRule& rule,
+                     const SplitSums& out, float* scratch) {
   switch (c.kind) {
     case KvKind::kF16:
-      return attend_as<uint16_t>(c, kv_head, q, span, rule, out, scratch);
+      return attention_split_as<uint16_t>(c, kv_head, q, split, rule, out, scratch);
     case KvKind::kF32:
-      return attend_as<float>(c, kv_head, q, span, rule, out, scratch);
+      return attention_split_as<float>(c, kv_head, q, split, rule, out, scratch);
     case KvKind::kInt8:
-      return attend_as<int8_t>(c, kv_head, q, span, rule, out, scratch);
+      return attention_split_as<int8_t>(c, kv_head, q, split, rule, out, scratch);
   }
 }
 
-void join_spans(const KvCache& c, int64_t kv_head, const Queries& q, const AttentionRule& rule, float* spans,
-                int64_t n_spans, float* const* out) {
-  const int64_t stride = c.value_stride(), size = SpanSums::size(q.n_rows, stride);
+void merge_splits(const KvCache& c, int64_t kv_head, const Queries& q, const AttentionRule& rule, float* splits,
+                  int64_t n_splits, float* const* out) {
+  const int64_t stride = c.value_stride(), size = SplitSums::size(q.n_rows, stride);
   for (int64_t row = 0; row < q.n_rows; row++) {
     const float sink = rule.sinks == nullptr ? 0.0f : rule.sinks[kv_head * q.n_group + row % q.n_group];
     float top = rule.sinks == nullptr ? -__builtin_inff() : sink;
-    for (int64_t s = 0; s < n_spans; s++) {
-      const float highest = SpanSums(spans + s * size, q.n_rows, stride).tops[row];
+    for (int64_t s = 0; s < n_splits; s++) {
+      const float highest = SplitSums(splits + s * size, q.n_rows, stride).tops[row];
       top = highest > top ? highest : top;
     }
     float sum = rule.sinks == nullptr ? 0.0f : exp_of(splat(sink - top))[0];
-    float* total = nullptr;  // the values of the first span that has any
-    for (int64_t s = 0; s < n_spans; s++) {
-      const SpanSums span(spans + s * size, q.n_rows, stride);
-      if (span.sums[row] == 0.0f) continue;
-      const vf weight = exp_of(splat(span.tops[row] - top));
-      sum = sum + span.sums[row] * weight[0];
-      float* const values = span.values + row * stride;
+    float* total = nullptr;  // the values of the first split that has any
+    for (int64_t s = 0; s < n_splits; s++) {
+      const SplitSums split(splits + s * size, q.n_rows, stride);
+      if (split.sums[row] == 0.0f) continue;
+      const vf weight = exp_of(splat(split.tops[row] - top));
+      sum = sum + split.sums[row] * weight[0];
+      float* const values = split.values + row * stride;
       for (int64_t i = 0; i < stride; i += kLanes) {
         const vf x = load(values + i) * weight;
         total == nullptr ? store(values + i, x) : store(total + i, load(total + i) + x);

@@ -146,16 +146,17 @@ void solve_rows(float* x, int64_t n, int64_t n_rows, const float* factor, const 
   });
 }
 
-// q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - level * scale goes to the columns
-// before it. group[j]: whose scale column j has; scales, lows: [tile][n_groups][16]. acc: n * kChunkRows floats.
-void round_with_feedback(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales,
-                         const float* lows, int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc) {
+// The GPTQ column update: q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - level *
+// scale goes to the columns before it. group[j]: whose scale column j has; scales, qmins (the lowest integers):
+// [tile][n_groups][16]. acc: n * kChunkRows floats.
+void gptq_round(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales, const float* qmins,
+                int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc) {
   clear(acc, n * kChunkRows);
   on(grid, [&](auto levels) {
     sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
       const int64_t at = in_tiles(n, j, r), of_group = in_tiles(n_groups, group[j], r);
       const vf scale = load(scales + of_group), original = load(w + at);
-      const vf level = levels.nearest(original + fed, scale, load(lows + of_group)), code = levels.codes(level);
+      const vf level = levels.nearest(original + fed, scale, load(qmins + of_group)), code = levels.codes(level);
       for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
       return original - level * scale;
     });
@@ -174,7 +175,7 @@ inline void spread(const float* h, int64_t n, const float* errors, int64_t n_err
 
 template <class Levels>
 void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, int n_rounds,
-               uint16_t* scales, const float* lows, int8_t* q, float* scratch) {
+               uint16_t* scales, const float* qmins, int8_t* q, float* scratch) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   float *const slope = scratch, *const level = slope + n * kChunkRows;  // slope: e h
   float *const near = level + n * kChunkRows, *const along = near + group_size * kChunkRows;
@@ -223,7 +224,7 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
       sweep<false>(width, own, n, n_rows, near, [&](int64_t j, int64_t r, vf at_j) {
         float* const p = of + j * kChunkRows + r;
         const vf best = load(scale + r), before = load(p);
-        const vf low = load(lows + in_tiles(n_groups, g, r));
+        const vf low = load(qmins + in_tiles(n_groups, g, r));
         const vf after = levels.nearest(before * best + at_j / splat(own[j * n + j]), best, low);
         store(p, after);
         return (before - after) * best;
@@ -249,13 +250,13 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
 // In each round, group by group: the scale takes its best value given all else, then every code, from the last to the first.
 // scales: [tile][n_groups][16] FP16 bits. scratch: (2 * n + 3 * group_size) * kChunkRows floats.
 void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid, int n_rounds,
-            uint16_t* scales, const float* lows, int8_t* q, float* scratch) {
-  on(grid, [&](auto levels) { refine_on(levels, w, n, n_rows, group_size, h, n_rounds, scales, lows, q, scratch); });
+            uint16_t* scales, const float* qmins, int8_t* q, float* scratch) {
+  on(grid, [&](auto levels) { refine_on(levels, w, n, n_rows, group_size, h, n_rounds, scales, qmins, q, scratch); });
 }
 
 template <class Levels>
 void search_on(Levels levels, const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-               int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc) {
+               int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* qmins, float* errors, float* acc) {
   constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
   alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows];
   alignas(64) float scale[kChunkRows], low[kChunkRows], error[kChunkRows];
@@ -267,7 +268,7 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       largest = select((vi)(x > largest), x, largest);
       smallest = select((vi)(x < smallest), x, smallest);
     }
-    if (grid.is_shifted) {
+    if (grid.is_asymmetric) {
       store(high + r, select((vi)(largest > vf{}), largest, vf{}));
       store(below + r, select((vi)(smallest < vf{}), smallest, vf{}));
     } else {
@@ -276,7 +277,7 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       store(below + r, vf{});
     }
     store(best + r, vf{});
-    store(lows + r, splat(-top));
+    store(qmins + r, splat(-top));
     store(errors + r, splat(__builtin_inff()));
   }
   for (int64_t first = 0; first < n_multipliers; first += kCandidates) {
@@ -286,11 +287,11 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       const float* const m = multipliers + 2 * (first + r / kTileRows);
       const vf above = load(high + r % kTileRows) * splat(m[0]), under = load(below + r % kTileRows) * splat(m[1]);
       uint16_t bits[kLanes];
-      to_f16(grid.is_shifted ? (above - under) / splat(grid.span) : above, bits);
+      to_f16(grid.is_asymmetric ? (above - under) / splat(grid.span) : above, bits);
       const vf candidate = from_f16(bits);
       store(scale + r, candidate);
       vf lowest = splat(-top);
-      if (grid.is_shifted) {
+      if (grid.is_asymmetric) {
         lowest = select((vi)(candidate == vf{}), lowest, -rounded(-under / candidate, vf{}, splat(grid.span)));
       }
       store(low + r, lowest);
@@ -316,7 +317,7 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       const vf found = load(error + r), candidate = load(scale + r), least = load(errors + row);
       const vi better = (vi)(found < least) & (vi)(candidate - candidate == vf{});  // not a scale beyond FP16
       store(best + row, select(better, candidate, load(best + row)));
-      store(lows + row, select(better, load(low + r), load(lows + row)));
+      store(qmins + row, select(better, load(low + r), load(qmins + row)));
       store(errors + row, select(better, found, least));
     }
   }
@@ -328,13 +329,13 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
 
 // Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
 // round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with
-// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and something; on a shifted
-// grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits. lows,
-// errors: 16 floats.
+// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and something; on an
+// asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits.
+// qmins, errors: 16 floats.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                   int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* lows, float* errors, float* acc) {
+                   int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* qmins, float* errors, float* acc) {
   on(grid, [&](auto levels) {
-    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, scales, lows, errors, acc);
+    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, scales, qmins, errors, acc);
   });
 }
 

@@ -112,7 +112,7 @@ RowDifference compare_rows(const float* x, const float* y, int64_t n, int64_t gr
       for (int width = kParts / 2; width > 0; width /= 2) {
         for (int h = 0; h < width; h++) sums[s][h] += sums[s][h + width];
       }
-      *out[s] = folded<kWideLanes / 2>(sums[s][0], [](vw a, vw b) { return a + b; })[0];
+      *out[s] = reduce_lanes<kWideLanes / 2>(sums[s][0], [](vw a, vw b) { return a + b; })[0];
     }
     if (noise[g] != noise[g]) largest = noise[g];
   }

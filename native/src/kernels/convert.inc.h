@@ -15,18 +15,18 @@ inline float value_at(const uint8_t* p, Dtype dtype, int64_t i) {
 }
 
 // The first NaN or infinity of a row.
-inline Bad first_bad(const uint8_t* row, Dtype dtype, int64_t n, int64_t* column) {
+inline Status first_not_finite(const uint8_t* row, Dtype dtype, int64_t n, int64_t* column) {
   for (int64_t i = 0; i < n; i++) {
     const int32_t size = __builtin_bit_cast(int32_t, value_at(row, dtype, i)) & 0x7FFFFFFF;
     if (size < 0x7F800000) continue;
     *column = i;
-    return size > 0x7F800000 ? Bad::kNan : Bad::kInfinite;
+    return size > 0x7F800000 ? Status::kNan : Status::kInfinite;
   }
-  return Bad::kNone;
+  return Status::kOk;
 }
 
 // One row as float32 in `out`, with zeros up to a multiple of 16. Reports NaN and infinity.
-inline Bad load_row(const uint8_t* row, Dtype dtype, int64_t n, float* out, int64_t* bad_column) {
+inline Status load_row(const uint8_t* row, Dtype dtype, int64_t n, float* out, int64_t* bad_column) {
   const int64_t whole = n / kLanes * kLanes;
   vi top = {};
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -42,7 +42,7 @@ inline Bad load_row(const uint8_t* row, Dtype dtype, int64_t n, float* out, int6
     const int32_t bits = __builtin_bit_cast(int32_t, out[i]) & 0x7FFFFFFF;
     top_bits = bits > top_bits ? bits : top_bits;
   }
-  return top_bits < 0x7F800000 ? Bad::kNone : first_bad(row, dtype, n, bad_column);
+  return top_bits < 0x7F800000 ? Status::kOk : first_not_finite(row, dtype, n, bad_column);
 }
 
 inline float f16_value(uint16_t bits) { return f16_lanes(splat_bits(bits))[0]; }
@@ -152,9 +152,9 @@ inline void code_columns(const float* x, int64_t n, vf scale, vf point, uint32_t
       vi code;
       if constexpr (is_codebook(kKind)) {
         const vf level = value * factor;
-        vi place = {};
-        for (const float middle : kBook.middles) place -= (vi)(level > middle);
-        code = (vi)codes.of(place);
+        vi rank = {};
+        for (const float middle : kBook.middles) rank -= (vi)(level > middle);
+        code = (vi)codes.of(rank);
       } else {
         code = (vi)(limited_level(value, divisor, lowest, highest) + kMagic);
       }
@@ -212,16 +212,16 @@ TileStatus quantize_tile_as(const uint8_t* rows, int64_t row_nbytes, Dtype dtype
     is_bad = is_bad || bad[i];
   }
   // Of the first row with a bad value or scale the first value, or else the first scale.
-  for (int r = 0; is_bad && r < n_rows && status.bad == Bad::kNone; r++) {
+  for (int r = 0; is_bad && r < n_rows && status.status == Status::kOk; r++) {
     const uint8_t* const row = rows + r * row_nbytes;
     status.row = r;
-    status.bad = first_bad(row, dtype, n_columns, &status.column);
+    status.status = first_not_finite(row, dtype, n_columns, &status.column);
     each_group([&](int64_t begin, int64_t n) {
-      if (status.bad != Bad::kNone) return;
+      if (status.status != Status::kOk) return;
       const Extremes e = load_columns(row + begin * dtype_nbytes(dtype), row_nbytes, dtype, 1, n, scratch);
       const vi size = (vi)wanted_scale<kKind>(e.largest[0], e.smallest[0]) & 0x7FFFFFFF;
       if (size[0] < kF16Infinity) return;
-      status.bad = Bad::kScale;
+      status.status = Status::kScale;
       status.column = begin;
     });
   }
@@ -230,12 +230,30 @@ TileStatus quantize_tile_as(const uint8_t* rows, int64_t row_nbytes, Dtype dtype
 
 TileStatus quantize_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n_rows, int64_t n_columns, Kind kind,
                          int64_t group_size, uint32_t* lines, uint16_t* scales, uint8_t* zero_points, float* scratch) {
-  auto* const quantize_as = kind == Kind::kInt4    ? quantize_tile_as<Kind::kInt4>
-                            : kind == Kind::kInt4z ? quantize_tile_as<Kind::kInt4z>
-                            : kind == Kind::kNf4   ? quantize_tile_as<Kind::kNf4>
-                            : kind == Kind::kFp4   ? quantize_tile_as<Kind::kFp4>
-                                                   : quantize_tile_as<Kind::kInt8>;
-  return quantize_as(rows, row_nbytes, dtype, n_rows, n_columns, group_size, lines, scales, zero_points, scratch);
+  const auto run = [&](auto quantize_as) {
+    return quantize_as(rows, row_nbytes, dtype, n_rows, n_columns, group_size, lines, scales, zero_points, scratch);
+  };
+  switch (kind) {
+    case Kind::kInt4:
+      return run(quantize_tile_as<Kind::kInt4>);
+    case Kind::kInt4z:
+      return run(quantize_tile_as<Kind::kInt4z>);
+    case Kind::kNf4:
+      return run(quantize_tile_as<Kind::kNf4>);
+    case Kind::kFp4:
+      return run(quantize_tile_as<Kind::kFp4>);
+    case Kind::kInt8:
+      return run(quantize_tile_as<Kind::kInt8>);
+    case Kind::kInt4o:
+    case Kind::kE2m1:
+    case Kind::kIq4nl:
+    case Kind::kInt8o:  // only taken over from packed checkpoints
+    case Kind::kF16:
+    case Kind::kBf16:
+    case Kind::kF32:  // pack_tile
+      break;
+  }
+  unknown("kind of weights");
 }
 
 // float32 -> BF16, half to even.
@@ -255,8 +273,8 @@ TileStatus pack_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n
       continue;
     }
     status.row = r;
-    status.bad = load_row(rows + r * row_nbytes, dtype, n_columns, row_scratch, &status.column);
-    if (status.bad != Bad::kNone) return status;
+    status.status = load_row(rows + r * row_nbytes, dtype, n_columns, row_scratch, &status.column);
+    if (status.status != Status::kOk) return status;
     auto* half = reinterpret_cast<uint16_t*>(byte_scratch);
     const int64_t padded = pad_to(n_columns, 16);
     if (kind == Kind::kF16) {
@@ -270,7 +288,7 @@ TileStatus pack_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, int n
       const uint16_t infinity = kind == Kind::kF16 ? 0x7C00 : 0x7F80;
       for (int64_t i = 0; i < n_columns; i++) {
         if ((half[i] & 0x7FFF) == infinity) {
-          status.bad = Bad::kValue;
+          status.status = Status::kValue;
           status.column = i;
           return status;
         }

@@ -62,37 +62,36 @@ struct NextLines {
 
 // Columns [column, column + n_columns) of kTilesNow tiles -> out [dword of activations][tile][16]: int16 pairs less their
 // offset, or bytes with it.
-template <Kind kKind, int kBits, int kTilesNow>
-void unpack_int(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, const vi* zero_points, uint32_t* out) {
-  constexpr int kLines = is_int8(kKind) ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
-  const int64_t n_lines = w.n_lines(), n_octets = pad_to(n_columns, 8) / 8;
+template <Codes kCodes, int kBits, int kTilesNow>
+void unpack_int(const Matrix& w, const int8_t* codebook, int64_t tile, int64_t column, int64_t n_columns,
+                const vi* zero_points, uint32_t* out) {
+  constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  const int64_t n_lines = w.n_lines(), n_blocks8 = pad_to(n_columns, 8) / 8;
   for (int j = 0; j < kTilesNow; j++) {
     for (int v = 0; v < kVectors; v++) {
       const uint32_t* line = w.lines + ((tile + j) * n_lines + column / 8 * kLines) * 16 + v * kLanes;
       const uint32_t* const last = w.lines + ((tile + j) * n_lines + n_lines - 1) * 16 + v * kLanes;
-      const vi offset = kKind == Kind::kInt4z   ? zero_points[j * kVectors + v] * 0x10001
-                        : kKind == Kind::kInt4o ? vi{}
-                                                : splat_int(0x00080008);
+      const vi zero_point = zero_points[j * kVectors + v] * 0x10001;
       uint32_t* to = out + j * 16 + v * kLanes;
-      for (int64_t i = 0; i < n_octets; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
+      for (int64_t i = 0; i < n_blocks8; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
         vi x = load_bits(line);
-        if constexpr (is_bytes(kKind)) {
+        if constexpr (are_signed_bytes(kCodes)) {
           vi y = {};
-          if constexpr (is_looked_up(kKind)) {
-            y = bytes_of<kKind>(nibble_bytes<1>(x)), x = bytes_of<kKind>(nibble_bytes<0>(x));
+          if constexpr (kCodes == Codes::kLookedUp) {
+            y = looked_up(codebook, nibble_bytes<1>(x)), x = looked_up(codebook, nibble_bytes<0>(x));
           } else if (line < last) {
             y = load_bits(line + 16);
           }
           if constexpr (kBits == 16) {
             put(0, byte_pair<0>(x)), put(1, byte_pair<0>(y)), put(2, byte_pair<1>(x)), put(3, byte_pair<1>(y));
           } else {
-            const vi bias = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+            const vi bias = splat_int(biased(kCodes) ? static_cast<int32_t>(0x80808080u) : 0);
             put(0, x ^ bias), put(1, y ^ bias);
           }
         } else if constexpr (kBits == 16) {
-          put(0, (vi)((vs)nibble_pair<0>(x) - (vs)offset)), put(1, (vi)((vs)nibble_pair<1>(x) - (vs)offset));
-          put(2, (vi)((vs)nibble_pair<2>(x) - (vs)offset)), put(3, (vi)((vs)nibble_pair<3>(x) - (vs)offset));
+          put(0, (vi)((vs)nibble_pair<0>(x) - (vs)zero_point)), put(1, (vi)((vs)nibble_pair<1>(x) - (vs)zero_point));
+          put(2, (vi)((vs)nibble_pair<2>(x) - (vs)zero_point)), put(3, (vi)((vs)nibble_pair<3>(x) - (vs)zero_point));
         } else {
           put(0, nibble_bytes<0>(x)), put(1, nibble_bytes<1>(x));
         }
@@ -132,7 +131,7 @@ struct IntBlock {
   const uint32_t* weights;  // unpacked
   const vf* w_scales;
   const vi* zero_points;
-  int64_t n_octets;
+  int64_t n_blocks8;
   const uint32_t* dwords;  // of the first token
   const float* a_scales;
   const int32_t* neg8_sums;
@@ -140,7 +139,7 @@ struct IntBlock {
 };
 
 // sums [token][tile][16] += a block's products. Inlined: as a function of its own it ran at 0.93 of the speed.
-template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
+template <Codes kCodes, int kBits, int kTilesNow, int kTokensNow>
 [[gnu::always_inline]] inline void int_inner(const IntBlock& b, float* sums) {
   constexpr int kV = kTilesNow * kVectors;
   vf w_scales[kV];
@@ -152,13 +151,13 @@ template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
 #pragma GCC unroll 4
     for (int v = 0; v < kV; v++) {
       if constexpr (kBits == 16) acc[t][v] = vi{};
-      if constexpr (kBits == 8) acc[t][v] = start_of_sum<kKind, kBits>(b.neg8_sums[t], b.zero_points[v]);
+      if constexpr (kBits == 8) acc[t][v] = start_of_sum<kCodes, kBits>(b.neg8_sums[t], b.zero_points[v]);
     }
   }
   const uint32_t* a = b.dwords;
   const uint32_t* w = b.weights;
   if constexpr (kBits == 16) {
-    for (int64_t octet = 0; octet < b.n_octets; octet++, a += 4 * b.stride) {
+    for (int64_t block8 = 0; block8 < b.n_blocks8; block8++, a += 4 * b.stride) {
 #pragma GCC unroll 1  // unrolled, it ran at 0.87 of the speed on AVX2
       for (int d = 0; d < 4; d++, w += kV * kLanes) {
         vi wv[kV];
@@ -173,7 +172,7 @@ template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
       }
     }
   } else {
-    for (int64_t octet = 0; octet < b.n_octets; octet++, a += 2 * b.stride, w += 2 * kV * kLanes) {
+    for (int64_t block8 = 0; block8 < b.n_blocks8; block8++, a += 2 * b.stride, w += 2 * kV * kLanes) {
       vi w0[kV], w1[kV];
 #pragma GCC unroll 4
       for (int v = 0; v < kV; v++) w0[v] = load_bits(w + v * kLanes), w1[v] = load_bits(w + (kV + v) * kLanes);
@@ -181,7 +180,7 @@ template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
       for (int t = 0; t < kTokensNow; t++) {
         const vi a0 = splat_int(static_cast<int32_t>(a[2 * t])), a1 = splat_int(static_cast<int32_t>(a[2 * t + 1]));
 #pragma GCC unroll 4
-        for (int v = 0; v < kV; v++) acc[t][v] = eight_products<kKind>(acc[t][v], w0[v], a0, w1[v], a1);
+        for (int v = 0; v < kV; v++) acc[t][v] = eight_products<kCodes>(acc[t][v], w0[v], a0, w1[v], a1);
       }
     }
   }
@@ -196,20 +195,20 @@ template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
   }
 }
 
-template <Kind kKind, int kBits, int kTilesNow, int kTokensNow>
+template <Codes kCodes, int kBits, int kTilesNow, int kTokensNow>
 [[gnu::always_inline]] inline void int_inner_up_to(int64_t n, const IntBlock& b, float* sums) {
   if constexpr (kTokensNow > 1) {
-    if (n < kTokensNow) return int_inner_up_to<kKind, kBits, kTilesNow, kTokensNow - 1>(n, b, sums);
+    if (n < kTokensNow) return int_inner_up_to<kCodes, kBits, kTilesNow, kTokensNow - 1>(n, b, sums);
   }
-  int_inner<kKind, kBits, kTilesNow, kTokensNow>(b, sums);
+  int_inner<kCodes, kBits, kTilesNow, kTokensNow>(b, sums);
 }
 
 // All tokens of a group of up to kTokenGroup.
-template <Kind kKind, int kBits, int kTilesNow>
+template <Codes kCodes, int kBits, int kTilesNow>
 void int_group(IntBlock b, float* sums) {
   constexpr int kNow = kBits == 8 ? kByteTokens : kTokens;
-  // Codes of 16 bits come without their offset, so that one kernel serves all kinds.
-  constexpr Kind kAs = kBits == 8 ? kKind : Kind::kInt8;
+  // For activations of 16 bits weights come less their zero point, so that one kernel serves all codes.
+  constexpr Codes kAs = kBits == 8 ? kCodes : Codes::kBytes;
   for (int64_t t = 0; t < b.stride; t += kNow) {
     int_inner_up_to<kAs, kBits, kTilesNow, kNow>(b.stride - t < kNow ? b.stride - t : kNow, b, sums);
     b.dwords += kNow * kBits / 4, b.a_scales += kNow, b.neg8_sums += kNow, sums += kNow * kTilesNow * kTileRows;
@@ -228,31 +227,32 @@ void add_offsets(const IntBlock& b, const vf* w_offsets, float* sums) {
 }
 
 // n_tiles <= kGemmTiles, tokens [first, first + n_tokens) with n_tokens <= kMaxTokens, `first` a multiple of kTokenGroup.
-template <Kind kKind, int kBits>
+template <Codes kCodes, int kBits>
 void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, int64_t first,
               int64_t n_tokens, uint32_t* scratch) {
   auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
-  const Scales scales = Scales::of(w), offsets = Scales::of_offsets(w);
-  const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
+  const IntWeights weights(w);
+  const int64_t n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
   for (int64_t block = 0; block < n_blocks; block++) {
     const int64_t column = block * x.block;
     const int64_t n_columns = column + x.block < w.n_columns ? x.block : w.n_columns - column;
     vf w_scales[kGemmTiles * kVectors], w_offsets[kGemmTiles * kVectors];
-    vi zero_points[kGemmTiles * kVectors] = {};
+    vi zero_points[kGemmTiles * kVectors];
     for (int64_t j = 0; j < n_tiles; j++) {
-      const int64_t group = column / w.group_size, at = ((tile + j) * n_groups + group) * 16;
+      const int64_t group = column / w.group_size;
       for (int v = 0; v < kVectors; v++) {
-        w_scales[j * kVectors + v] = weight_scale<kKind>(scales, tile + j, group, v);
-        if (kKind == Kind::kInt4z) zero_points[j * kVectors + v] = zero_point_lanes(w.zero_points + at + v * kLanes);
-        if (has_offsets(kKind)) w_offsets[j * kVectors + v] = offsets.lanes(tile + j, group, v);
+        w_scales[j * kVectors + v] = weights.scale(tile + j, group, v);
+        zero_points[j * kVectors + v] = weights.zero_point_at(tile + j, group, v);
+        if (weights.has_offsets) w_offsets[j * kVectors + v] = weights.offsets.lanes(tile + j, group, v);
       }
     }
     for (int64_t j = 0; j < n_tiles; j += kTiles) {
       uint32_t* const out = scratch + j * kTileRows * kBlock;
       n_tiles - j < kTiles
-          ? unpack_int<kKind, kBits, 1>(w, tile + j, column, n_columns, zero_points + j * kVectors, out)
-          : unpack_int<kKind, kBits, kTiles>(w, tile + j, column, n_columns, zero_points + j * kVectors, out);
+          ? unpack_int<kCodes, kBits, 1>(w, weights.codebook, tile + j, column, n_columns, zero_points + j * kVectors, out)
+          : unpack_int<kCodes, kBits, kTiles>(w, weights.codebook, tile + j, column, n_columns, zero_points + j * kVectors,
+                                              out);
     }
     const NextLines next(w, tile, n_tiles, column + n_columns, n_columns, n_tokens);
     for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
@@ -269,8 +269,8 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
                             x.scales + m * n_blocks + block * n,
                             x.neg8_sums + m * n_blocks + block * n,
                             n};
-        n_now < kTiles ? int_group<kKind, kBits, 1>(b, out) : int_group<kKind, kBits, kTiles>(b, out);
-        if constexpr (has_offsets(kKind)) {
+        n_now < kTiles ? int_group<kCodes, kBits, 1>(b, out) : int_group<kCodes, kBits, kTiles>(b, out);
+        if (weights.has_offsets) {
           n_now < kTiles ? add_offsets<1>(b, w_offsets + j * kVectors, out)
                          : add_offsets<kTiles>(b, w_offsets + j * kVectors, out);
         }

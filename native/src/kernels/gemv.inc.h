@@ -3,30 +3,32 @@
 
 // ---- integers -------------------------------------------------------------------------------------------------------
 
-// 8 columns of one vector of rows, as they are stored: x, and of kinds of whole bytes y. Of those of 4 bits that are looked
-// up, the bytes that they stand for.
-struct Octet {
+// An 8-column block of one vector of rows, as it is stored: x, and of kinds of whole bytes y. Of those of 4 bits that are
+// looked up, the bytes that they stand for.
+struct Block8 {
   vi x, y;
 };
-template <Kind kKind>
-inline Octet load_octet(const uint32_t* line, int64_t next) {
-  Octet o = {load_bits(line), vi{}};
+template <Codes kCodes>
+inline Block8 load_block8(const uint32_t* line, int64_t next, const int8_t* codebook) {
+  Block8 o = {load_bits(line), vi{}};
   keep(o.x);
-  if constexpr (is_int8(kKind)) {
+  if constexpr (kCodes == Codes::kBytes) {
     o.y = load_bits(line + next);
     keep(o.y);
   }
-  if constexpr (is_looked_up(kKind)) o = {bytes_of<kKind>(nibble_bytes<0>(o.x)), bytes_of<kKind>(nibble_bytes<1>(o.x))};
+  if constexpr (kCodes == Codes::kLookedUp) {
+    o = {looked_up(codebook, nibble_bytes<0>(o.x)), looked_up(codebook, nibble_bytes<1>(o.x))};
+  }
   return o;
 }
 // Their operand for dword kDword of the activations. kApart: of codes of 4 bits, those of odd dwords stay where they are in
 // their bytes, 16 times as large as they should be, which saves shifts.
-template <Kind kKind, int kBits, bool kApart, int kDword>
-inline vi operand(const Octet& o) {
-  if constexpr (is_bytes(kKind)) {
+template <Codes kCodes, int kBits, bool kApart, int kDword>
+inline vi operand(const Block8& o) {
+  if constexpr (are_signed_bytes(kCodes)) {
     const vi half = kDword % 2 == 0 ? o.x : o.y;
     if constexpr (kBits == 16) return byte_pair<kDword / 2>(half);
-    return half ^ splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+    return half ^ splat_int(biased(kCodes) ? static_cast<int32_t>(0x80808080u) : 0);
   } else if constexpr (kBits == 8) {
     return nibble_bytes<kDword>(o.x);
   } else if constexpr (kApart) {
@@ -38,14 +40,14 @@ inline vi operand(const Octet& o) {
 // Their products with the activations a [token][dword], from kDword on, for vectors of rows from `first` on. kApart: `odd`
 // is the sum of the odd dwords'. (Kept, or GCC adds several products to one another before it adds them to the sum, for
 // which there are too few registers.)
-template <Kind kKind, int kBits, bool kApart, int kDword = 0, int kN, int kTokensNow, int kV>
-[[gnu::always_inline]] inline void add_octets(const Octet (&octets)[kN], const int32_t* a, int first,
-                                              vi (&sum)[kTokensNow][kV], vi (&odd)[kTokensNow][kV]) {
+template <Codes kCodes, int kBits, bool kApart, int kDword = 0, int kN, int kTokensNow, int kV>
+[[gnu::always_inline]] inline void add_blocks8(const Block8 (&blocks8)[kN], const int32_t* a, int first,
+                                               vi (&sum)[kTokensNow][kV], vi (&odd)[kTokensNow][kV]) {
   vi w[kN], w1[kN];
 #pragma GCC unroll 4
   for (int i = 0; i < kN; i++) {
-    w[i] = operand<kKind, kBits, kApart, kDword>(octets[i]);
-    if constexpr (kBits == 8) w1[i] = operand<kKind, kBits, kApart, 1>(octets[i]);
+    w[i] = operand<kCodes, kBits, kApart, kDword>(blocks8[i]);
+    if constexpr (kBits == 8) w1[i] = operand<kCodes, kBits, kApart, 1>(blocks8[i]);
   }
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
@@ -54,34 +56,35 @@ template <Kind kKind, int kBits, bool kApart, int kDword = 0, int kN, int kToken
     for (int i = 0; i < kN; i++) {
       vi& acc = kApart && kDword % 2 == 1 ? odd[t][first + i] : sum[t][first + i];
       if constexpr (kBits == 16) acc = dot(acc, w[i], av);
-      if constexpr (kBits == 8) acc = eight_products<kKind>(acc, w[i], av, w1[i], splat_int(a[2 * t + 1]));
+      if constexpr (kBits == 8) acc = eight_products<kCodes>(acc, w[i], av, w1[i], splat_int(a[2 * t + 1]));
       if constexpr (kTokensNow > 2) keep(acc);
     }
   }
-  if constexpr (kBits == 16 && kDword < 3) add_octets<kKind, kBits, kApart, kDword + 1>(octets, a, first, sum, odd);
+  if constexpr (kBits == 16 && kDword < 3) add_blocks8<kCodes, kBits, kApart, kDword + 1>(blocks8, a, first, sum, odd);
 }
 
-// The same for one vector and one token, with activations in digits (weights.inc.h): sums of products with the low digits,
-// and with the high ones. The unsigned side is the digits there and the weights here, signed ones as w + 128.
-template <Kind kKind>
-[[gnu::always_inline]] inline void add_digits(const Octet& o, const int32_t* a, vi& low, vi& high) {
-  const vi w0 = operand<kKind, 8, false, 0>(o), w1 = operand<kKind, 8, false, 1>(o);
-  const vi flip = splat_int(biased(kKind) ? static_cast<int32_t>(0x80808080u) : 0);
+// The same for one vector and one token, with the low and the high bytes of activations apart (weights.inc.h): sums of
+// products with the low bytes, and with the high ones. The unsigned side is the bytes there and the weights here, signed
+// ones as w + 128.
+template <Codes kCodes>
+[[gnu::always_inline]] inline void add_low_high(const Block8& o, const int32_t* a, vi& low, vi& high) {
+  const vi w0 = operand<kCodes, 8, false, 0>(o), w1 = operand<kCodes, 8, false, 1>(o);
+  const vi flip = splat_int(biased(kCodes) ? static_cast<int32_t>(0x80808080u) : 0);
   low = dot_bytes(low, splat_int(a[0]), w0 ^ flip, splat_int(a[2]), w1 ^ flip);
   high = dot_bytes(high, w0, splat_int(a[1]), w1, splat_int(a[3]));
 }
 
 // kTokensNow tokens, all there are, and up to kTilesNow tiles; where there are fewer, the last one is taken again.
-template <Kind kKind, int kBits, int kTokensNow, int kTilesNow>
+template <Codes kCodes, int kBits, int kTokensNow, int kTilesNow>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, float* sums) {
-  constexpr int kLines = is_int8(kKind) ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   constexpr int kV = kTilesNow * kVectors;
   constexpr bool kApart = kBits == 16 && 2 * kTokensNow <= kTokens;
-  constexpr bool kDigits = in_digits(kBits, kTokensNow);
-  const int64_t n_groups = w.n_groups(), n_blocks = x.n_blocks(), n_lines = w.n_lines();
+  constexpr bool kLowHigh = in_low_high(kBits, kTokensNow);
+  const int64_t n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
-  const int64_t n_octets = (w.n_columns + 7) / 8, octets_a_block = (x.block + 7) / 8;
-  const Scales scales = Scales::of(w), offsets = Scales::of_offsets(w);
+  const int64_t n_blocks8 = (w.n_columns + 7) / 8, blocks8_a_block = (x.block + 7) / 8;
+  const IntWeights weights(w);
   int64_t tiles[kTilesNow];  // behind the first one
 #pragma GCC unroll 4
   for (int j = 0; j < kTilesNow; j++) tiles[j] = j < n_tiles ? j : n_tiles - 1;
@@ -89,31 +92,30 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
   for (int i = 0; i < kTokensNow * kV; i++) store(sums + i * kLanes, vf{});  // [token][vector of rows]
   for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
-    const int64_t begin = block * octets_a_block;
-    const int64_t end = begin + octets_a_block < n_octets ? begin + octets_a_block : n_octets;
+    const int64_t begin = block * blocks8_a_block;
+    const int64_t end = begin + blocks8_a_block < n_blocks8 ? begin + blocks8_a_block : n_blocks8;
     // At the end of these tiles, what comes next is the tiles behind the last one.
-    const int64_t ahead = (end + kPrefetchOctets <= n_octets ? kPrefetchOctets * kLines
-                                                             : kPrefetchOctets * kLines + (kTilesNow - 1) * n_lines) *
+    const int64_t ahead = (end + kPrefetchBlocks8 <= n_blocks8 ? kPrefetchBlocks8 * kLines
+                                                               : kPrefetchBlocks8 * kLines + (kTilesNow - 1) * n_lines) *
                           16;
     const int32_t* const neg8_sums = x.neg8_sums + block * kTokensNow;
-    vi isum[kTokensNow][kV], odd[kTokensNow][kV];  // of digits: of the low ones, of the high ones
-    vi bias = {};                                  // 128 times the high digits themselves
+    vi isum[kTokensNow][kV], odd[kTokensNow][kV];  // or of low bytes, of high bytes
+    vi bias = {};                                  // 128 times the sum of the high bytes
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
-      vi points = {};
-      if constexpr (kKind == Kind::kInt4z) {
-        points =
-            zero_point_lanes(w.zero_points + ((tile + tiles[i / kVectors]) * n_groups + group) * 16 + i % kVectors * kLanes);
+      vi zero_points = {};
+      if constexpr (kCodes == Codes::kNibbles) {
+        zero_points = weights.zero_point_at(tile + tiles[i / kVectors], group, i % kVectors);
       }
 #pragma GCC unroll 16
       for (int t = 0; t < kTokensNow; t++) {
-        isum[t][i] = start_of_sum<kKind, kBits>(neg8_sums[t], points);
+        isum[t][i] = start_of_sum<kCodes, kBits>(neg8_sums[t], zero_points);
         odd[t][i] = vi{};
       }
     }
-    for (int64_t octet = begin; octet < end; octet++, a += kDwords * kTokensNow, line += kLines * 16) {
+    for (int64_t block8 = begin; block8 < end; block8++, a += kDwords * kTokensNow, line += kLines * 16) {
       // A second line that is not there has only zeros for activations: the first one does as well.
-      const int64_t next = kLines == 2 && (octet + 1) * 2 > n_lines ? 0 : 16;
+      const int64_t next = kLines == 2 && (block8 + 1) * 2 > n_lines ? 0 : 16;
 #pragma GCC unroll 4
       for (int j = 0; j < kTilesNow; j++) {
 #pragma GCC unroll 4
@@ -123,19 +125,19 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
       constexpr int kNow = kTokensNow == 1 ? 1 : kV;
 #pragma GCC unroll 4
       for (int first = 0; first < kV; first += kNow) {
-        Octet octets[kNow];
+        Block8 blocks8[kNow];
 #pragma GCC unroll 4
         for (int i = 0; i < kNow; i++) {
           const uint32_t* const from = line + tiles[(first + i) / kVectors] * n_lines * 16;
-          octets[i] = load_octet<kKind>(from + (first + i) % kVectors * kLanes, next);
+          blocks8[i] = load_block8<kCodes>(from + (first + i) % kVectors * kLanes, next, weights.codebook);
         }
-        if constexpr (kDigits) {
-          add_digits<kKind>(octets[0], a, isum[0][first], odd[0][first]);
+        if constexpr (kLowHigh) {
+          add_low_high<kCodes>(blocks8[0], a, isum[0][first], odd[0][first]);
         } else {
-          add_octets<kKind, kBits, kApart>(octets, a, first, isum, odd);
+          add_blocks8<kCodes, kBits, kApart>(blocks8, a, first, isum, odd);
         }
       }
-      if constexpr (kDigits && biased(kKind)) {
+      if constexpr (kLowHigh && biased(kCodes)) {
         const vi all = splat_int(static_cast<int32_t>(0x80808080u));
         bias = dot_bytes(bias, all, splat_int(a[1]), all, splat_int(a[3]));
       }
@@ -143,22 +145,22 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     vf w_scales[kV], w_offsets[kV];
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
-      w_scales[i] = weight_scale<kKind>(scales, tile + tiles[i / kVectors], group, i % kVectors);
-      if constexpr (has_offsets(kKind)) w_offsets[i] = offsets.lanes(tile + tiles[i / kVectors], group, i % kVectors);
+      w_scales[i] = weights.scale(tile + tiles[i / kVectors], group, i % kVectors);
+      if (weights.has_offsets) w_offsets[i] = weights.offsets.lanes(tile + tiles[i / kVectors], group, i % kVectors);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < kTokensNow; t++) {
       const vf a_scale = splat(x.scales[block * kTokensNow + t]);
 #pragma GCC unroll 4
       for (int i = 0; i < kV; i++) {
-        if constexpr (kDigits) {
+        if constexpr (kLowHigh) {
           isum[t][i] += (odd[t][i] - bias) << 8;
         } else if constexpr (kApart) {
-          isum[t][i] += is_bytes(kKind) ? odd[t][i] : odd[t][i] >> 4;
+          isum[t][i] += are_signed_bytes(kCodes) ? odd[t][i] : odd[t][i] >> 4;
         }
         float* const sum = sums + (t * kV + i) * kLanes;
         vf next = load(sum) + __builtin_convertvector(isum[t][i], vf) * (w_scales[i] * a_scale);
-        if constexpr (has_offsets(kKind)) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
+        if (weights.has_offsets) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
         store(sum, next);
       }
     }
@@ -172,15 +174,15 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
 }
 
 // Up to kTokensNow tokens, of kStreams tiles side by side for one token, of kTiles for more.
-template <Kind kKind, int kBits, int kTokensNow>
+template <Codes kCodes, int kBits, int kTokensNow>
 void int_gemv_up_to(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t tile_end,
                     float* sums) {
   if constexpr (kTokensNow > 1) {
-    if (x.n_tokens < kTokensNow) return int_gemv_up_to<kKind, kBits, kTokensNow - 1>(w, x, y, ldy, tile, tile_end, sums);
+    if (x.n_tokens < kTokensNow) return int_gemv_up_to<kCodes, kBits, kTokensNow - 1>(w, x, y, ldy, tile, tile_end, sums);
   }
   constexpr int kNow = kTokensNow == 1 ? kStreams : kTiles;
   for (; tile < tile_end; tile += kNow) {
-    int_gemv<kKind, kBits, kTokensNow, kNow>(w, x, y, ldy, tile, tile_end - tile < kNow ? tile_end - tile : kNow, sums);
+    int_gemv<kCodes, kBits, kTokensNow, kNow>(w, x, y, ldy, tile, tile_end - tile < kNow ? tile_end - tile : kNow, sums);
   }
 }
 
@@ -199,7 +201,7 @@ void float_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t ti
 #pragma GCC unroll 4
     for (int j = 0; j < kTilesNow; j++) {
       const uint32_t* line = lines + (j * n_lines + i) * 16;
-      prefetch(line + 2 * kPrefetchOctets * 16);
+      prefetch(line + 2 * kPrefetchBlocks8 * 16);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         const vi lanes = load_bits(line + v * kLanes);
@@ -241,7 +243,7 @@ void codebook_gemv(const Matrix& w, const FloatActivations& x, float* y, int64_t
       vi lanes[kTilesNow][kVectors];
 #pragma GCC unroll 4
       for (int j = 0; j < kTilesNow; j++) {
-        prefetch(line + (j * n_lines + kPrefetchOctets) * 16);
+        prefetch(line + (j * n_lines + kPrefetchBlocks8) * 16);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
           lanes[j][v] = load_bits(line + j * n_lines * 16 + v * kLanes);

@@ -58,7 +58,7 @@ inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), 
 // Past the caches; p is aligned to the vector. end_of_stream: before another thread reads what was written.
 inline void stream(float* p, vf x) { _mm256_stream_ps(p, (__m256)x); }
 inline void end_of_stream() { _mm_sfence(); }
-// Keeps x in a register: without it, each use is folded into a load of its own.
+// Keeps x in a register: without it, each use is reduce_lanes into a load of its own.
 inline void keep(vi& x) { asm("" : "+x"(x)); }
 
 // Of each byte below 16, the code of a weight.

@@ -42,12 +42,13 @@ template <int kBy, class V>
 inline V lanes_down(V x) {
   return shuffled(x, x, [](int i) { return (i + kBy) % static_cast<int>(sizeof(V) / sizeof(V{}[0])); });
 }
-// f of all lanes, in lane 0: of the lower half and the upper, of the quarters of that, and so on. kHalf: half the lanes.
+// Horizontal f (a sum, a maximum) of all lanes, in lane 0: of the lower half and the upper, of the quarters of that, and so
+// on. kHalf: half the lanes.
 template <int kHalf, class V, class F>
-inline V folded(V x, const F& f) {
+inline V reduce_lanes(V x, const F& f) {
   x = f(x, lanes_down<kHalf>(x));
   if constexpr (kHalf > 1) {
-    return folded<kHalf / 2>(x, f);
+    return reduce_lanes<kHalf / 2>(x, f);
   } else {
     return x;
   }

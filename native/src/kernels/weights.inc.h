@@ -1,10 +1,10 @@
-// What the products make of the lines of a matrix: operands of integer dot products, or floats.
+// What GEMV and GEMM make of the lines of a matrix: operands of integer dot products, or floats.
 
-constexpr int64_t kPrefetchOctets = 16;  // columns / 8 fetched ahead of those in use
+constexpr int64_t kPrefetchBlocks8 = 16;  // columns / 8 fetched ahead of those in use
 
-// Where dot_bytes takes any byte, the 16-bit activations of one token are kept as two digits of base 256, the low one
-// unsigned and the high one signed: codes of 4 bits need fewer masks and shifts so.
-constexpr bool in_digits(int bits, int64_t n_tokens) { return kWideBytes && bits == 16 && n_tokens == 1; }
+// Where dot_bytes takes any byte, the 16-bit activations of one token are kept as two bytes, the low one unsigned and
+// the high one signed: codes of 4 bits need fewer masks and shifts so.
+constexpr bool in_low_high(int bits, int64_t n_tokens) { return kWideBytes && bits == 16 && n_tokens == 1; }
 
 // The scales, or the offsets, of the groups of a matrix.
 struct Scales {
@@ -59,20 +59,38 @@ inline vi byte_pair(vi line) {
   const vs words = (vs)line;
   return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
 }
-// Weights that are signed bytes, as they are or looked up.
-constexpr bool is_looked_up(Kind kind) { return kind == Kind::kE2m1 || kind == Kind::kIq4nl; }
-constexpr bool is_bytes(Kind kind) { return is_int8(kind) || is_looked_up(kind); }
-template <Kind kKind>
-inline vi bytes_of(vi codes) {
-  return looked_up(kKind == Kind::kE2m1 ? kDoubledE2m1 : kIq4nlBytes, codes);
-}
-// Where dot_bytes takes any byte, those weights w enter it as w + 128.
-constexpr bool biased(Kind kind) { return kWideBytes && is_bytes(kind); }
-// What a block's integers are multiplied with, next to the scale of the activations.
-template <Kind kKind>
-inline vf weight_scale(const Scales& scales, int64_t tile, int64_t group, int64_t v) {
-  return kKind == Kind::kE2m1 ? scales.lanes(tile, group, v) * 0.5f : scales.lanes(tile, group, v);
-}
+// What the inner loops of integers tell apart: unsigned codes of 4 bits less a zero point, codes of 4 bits that stand for
+// the signed bytes of a codebook, and signed bytes. All else that kinds differ in is asked once a block (IntWeights).
+enum class Codes : uint8_t { kNibbles, kLookedUp, kBytes };
+constexpr bool are_signed_bytes(Codes codes) { return codes != Codes::kNibbles; }
+// Where dot_bytes takes any byte, signed weights w enter it as w + 128.
+constexpr bool biased(Codes codes) { return kWideBytes && are_signed_bytes(codes); }
+
+// An integer matrix, as the loops over its blocks see it.
+struct IntWeights {
+  Scales scales, offsets;
+  const uint8_t* zero_points;  // [tile][n_groups][16], or null: all are zero_point
+  int zero_point;
+  const int8_t* codebook;  // of Codes::kLookedUp
+  float factor;            // of every scale
+  bool has_offsets;
+
+  explicit IntWeights(const Matrix& w)
+      : scales(Scales::of(w)),
+        offsets(Scales::of_offsets(w)),
+        zero_points(w.kind == Kind::kInt4z ? w.zero_points : nullptr),
+        zero_point(w.kind == Kind::kInt4 ? 8 : 0),
+        codebook(w.kind == Kind::kE2m1 ? kDoubledE2m1 : kIq4nlBytes),
+        factor(w.kind == Kind::kE2m1 ? 0.5f : 1.0f),
+        has_offsets(w4conv::has_offsets(w.kind)) {}
+
+  // Of a vector of rows: what a block's integers are multiplied with, next to the scale of the activations.
+  vf scale(int64_t tile, int64_t group, int64_t v) const { return scales.lanes(tile, group, v) * factor; }
+  vi zero_point_at(int64_t tile, int64_t group, int64_t v) const {
+    if (zero_points == nullptr) return splat_int(zero_point);
+    return zero_point_lanes(zero_points + (tile * scales.n_groups + group) * 16 + v * kLanes);
+  }
+};
 
 // Column c of a float line.
 template <Kind kKind, int kColumn>
@@ -89,21 +107,20 @@ inline vf level_column(const Levels& levels, vi line) {
 }
 
 // Eight columns with activations of 8 bits.
-template <Kind kKind>
+template <Codes kCodes>
 inline vi eight_products(vi acc, vi w0, vi a0, vi w1, vi a1) {
-  if constexpr (is_bytes(kKind) && !kWideBytes) {
+  if constexpr (are_signed_bytes(kCodes) && !kWideBytes) {
     acc = dot(dot(acc, byte_pair<0>(w0), byte_pair<0>(a0)), byte_pair<1>(w0), byte_pair<1>(a0));
     return dot(dot(acc, byte_pair<0>(w1), byte_pair<0>(a1)), byte_pair<1>(w1), byte_pair<1>(a1));
   }
   return dot_bytes(acc, w0, a0, w1, a1);
 }
 
-// What codes that are stored with an offset leave to be taken off a block's sum.
-template <Kind kKind, int kBits>
+// What unsigned codes leave to be taken off a block's sum: zero point times the sum of the activations.
+template <Codes kCodes, int kBits>
 inline vi start_of_sum(int32_t neg8_sum, vi zero_points) {
-  if constexpr (kKind == Kind::kInt4) return splat_int(neg8_sum);
-  if constexpr (kKind == Kind::kInt4z) return zero_points * neg8_sum >> 3;
-  return splat_int(kBits == 8 && biased(kKind) ? 16 * neg8_sum : 0);
+  if constexpr (kCodes == Codes::kNibbles) return zero_points * neg8_sum >> 3;
+  return splat_int(kBits == 8 && biased(kCodes) ? 16 * neg8_sum : 0);
 }
 
 // What the offsets of a block's weights are multiplied with, next to the block's scale.

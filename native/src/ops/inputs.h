@@ -1,9 +1,9 @@
-// Inputs: M rows made ready for the products that share them, in each form that those need.
+// Inputs: M rows made ready for the GEMMs that share them, in each form that those need.
 #pragma once
 #include <initializer_list>
 #include <vector>
 
-#include "engine/buffer.h"
+#include "ops/buffer.h"
 #include "w4conv/kernels.h"
 
 namespace w4conv {
@@ -13,7 +13,7 @@ class Inputs {
   // bits: of the activations where they become integers, 16 or 8.
   explicit Inputs(int bits = 16) : bits_(bits) {}
 
-  // Make room for n_tokens rows of n_columns, for products with these matrices; those without lines are passed over.
+  // Make room for n_tokens rows of n_columns, for GEMMs with these matrices; those without lines are passed over.
   void plan(int64_t n_tokens, int64_t n_columns, std::initializer_list<const Matrix*> matrices) {
     n_forms_ = 0;
     for (const Matrix* w : matrices) {

@@ -1,4 +1,4 @@
-#include "engine/pool.h"
+#include "ops/pool.h"
 
 #include <pthread.h>
 

@@ -1,9 +1,9 @@
-#include "engine/dequantize.h"
+#include "ops/dequantize.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "engine/convert.h"
+#include "ops/convert.h"
 
 namespace w4conv {
 namespace {
@@ -49,11 +49,11 @@ struct Comparer {
         scales(static_cast<size_t>(w.n_groups() * 16)),
         zero_points(scales.size()) {}
 
-  bool remakes(const Kernels& kernels, const uint8_t* rows, Dtype dtype, int64_t tile) {
+  bool reproduces(const Kernels& kernels, const uint8_t* rows, Dtype dtype, int64_t tile) {
     const bool has_points = w.zero_points != nullptr;
     const TileStatus status = converter.convert(kernels, rows, dtype, w.rows_of(tile), lines.data(), scales.data(),
                                                 has_points ? zero_points.data() : nullptr);
-    return status.bad == Bad::kNone && same(lines, w.lines, tile) &&
+    return status.status == Status::kOk && same(lines, w.lines, tile) &&
            (scales.empty() || same(scales, static_cast<const uint16_t*>(w.scales), tile)) &&
            (!has_points || same(zero_points, w.zero_points, tile));
   }
@@ -89,9 +89,9 @@ RowDifference compare(const Kernels& kernels, Pool& pool, const float* x, const 
 }
 
 SourceDifference compare_with_source(const Kernels& kernels, Pool& pool, const uint8_t* values, Dtype dtype, const Matrix& w,
-                                     bool remake, const GroupSums& out) {
+                                     bool reproduce, const GroupSums& out) {
   std::vector<RowDifference> rows(static_cast<size_t>(w.n_rows));
-  std::vector<char> remade(static_cast<size_t>(w.n_tiles()), remake);
+  std::vector<char> reproduced(static_cast<size_t>(w.n_tiles()), reproduce);
   std::vector<Comparer> comparers;
   for (int i = 0; i < pool.n_threads(); i++) comparers.emplace_back(w);
   const int64_t row_nbytes = w.n_columns * dtype_nbytes(dtype);
@@ -102,9 +102,9 @@ SourceDifference compare_with_source(const Kernels& kernels, Pool& pool, const u
       kernels.dequantize_row(w, row, c.y.data());
       rows[row] = compare_row(kernels, c.x.data(), c.y.data(), row, w.n_columns, out);
     });
-    if (remake) remade[tile] = c.remakes(kernels, values + tile * kTileRows * row_nbytes, dtype, tile);
+    if (reproduce) reproduced[tile] = c.reproduces(kernels, values + tile * kTileRows * row_nbytes, dtype, tile);
   });
-  return {merged(rows), std::all_of(remade.begin(), remade.end(), [](char same) { return same != 0; })};
+  return {merged(rows), std::all_of(reproduced.begin(), reproduced.end(), [](char same) { return same != 0; })};
 }
 
 }  // namespace w4conv

@@ -1,4 +1,4 @@
-#include "engine/convert.h"
+#include "ops/convert.h"
 
 #include <vector>
 
@@ -35,7 +35,7 @@ BlockStatus convert_block(const Kernels& kernels, Pool& pool, const uint8_t* val
   BlockStatus out;
   for (int64_t tile = 0; tile < n_tiles; tile++) {
     const TileStatus& s = statuses[tile];
-    if (s.bad != Bad::kNone) return {s.bad, tile * kTileRows + s.row, s.column, 0};
+    if (s.status != Status::kOk) return {s.status, tile * kTileRows + s.row, s.column, 0};
     out.n_underflowed += s.n_underflowed;
   }
   return out;

@@ -1,10 +1,10 @@
-#include "engine/calibrated.h"
+#include "ops/calibrated.h"
 
 #include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "engine/buffer.h"
+#include "ops/buffer.h"
 
 namespace w4conv {
 namespace {
@@ -64,8 +64,8 @@ void each_square(Pool& pool, int64_t m_panels, int64_t n_panels, bool upper, F f
 
 }  // namespace
 
-void products(const Kernels& kernels, Pool& pool, const float* a, const float* b, int64_t n_k, int64_t m, int64_t n,
-              bool upper, float* out) {
+void gemm(const Kernels& kernels, Pool& pool, const float* a, const float* b, int64_t n_k, int64_t m, int64_t n, bool upper,
+          float* out) {
   Buffer a_buffer, b_buffer;
   const float* const packed_a = pack_all(pool, a, n_k, m, a_buffer);
   const float* const packed_b = a == b ? packed_a : pack_all(pool, b, n_k, n, b_buffer);
@@ -152,13 +152,12 @@ int64_t factor(const Kernels& kernels, Pool& pool, const float* h, int64_t strid
   return -1;
 }
 
-void round_with_feedback(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n,
-                         const int32_t* group, const float* scales, const float* lows, int64_t n_groups, const float* factor,
-                         const Grid& grid, int8_t* q) {
+void gptq_round(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, const int32_t* group,
+                const float* scales, const float* qmins, int64_t n_groups, const float* factor, const Grid& grid,
+                int8_t* q) {
   each_chunk(pool, n_tiles, n * kChunkRows, [&](int64_t tile, int64_t n_rows, float* acc) {
     const int64_t at = tile * n * kTileRows, of_group = tile * n_groups * kTileRows;
-    kernels.round_with_feedback(w + at, n, n_rows, group, scales + of_group, lows + of_group, n_groups, factor, grid, q + at,
-                                acc);
+    kernels.gptq_round(w + at, n, n_rows, group, scales + of_group, qmins + of_group, n_groups, factor, grid, q + at, acc);
   });
 }
 
@@ -170,24 +169,24 @@ void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, i
 }
 
 void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-            const float* h, const Grid& grid, int n_rounds, uint16_t* scales, const float* lows, int8_t* q) {
+            const float* h, const Grid& grid, int n_rounds, uint16_t* scales, const float* qmins, int8_t* q) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   each_chunk(pool, n_tiles, (2 * n + 3 * group_size) * kChunkRows, [&](int64_t tile, int64_t n_rows, float* scratch) {
     const int64_t at = tile * n * kTileRows, of_group = tile * n_groups * kTileRows;
-    kernels.refine(w + at, n, n_rows, group_size, h, grid, n_rounds, scales + of_group, lows + of_group, q + at, scratch);
+    kernels.refine(w + at, n, n_rows, group_size, h, grid, n_rounds, scales + of_group, qmins + of_group, q + at, scratch);
   });
 }
 
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
                    const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers,
-                   const Grid& grid, uint16_t* scales, float* lows, float* errors) {
+                   const Grid& grid, uint16_t* scales, float* qmins, float* errors) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   each(pool, n_tiles * n_groups, group_size * kChunkRows, [&](int64_t task, float* acc) {
     const int64_t tile = task / n_groups, g = task % n_groups, begin = g * group_size;
     kernels.search_scales(w + (tile * n + begin) * kTileRows, std::min(group_size, n - begin),
                           factors == nullptr ? nullptr : factors + g * group_size * group_size, pivots + begin, multipliers,
-                          n_multipliers, grid, scales + task * kTileRows, lows + task * kTileRows, errors + task * kTileRows,
-                          acc);
+                          n_multipliers, grid, scales + task * kTileRows, qmins + task * kTileRows,
+                          errors + task * kTileRows, acc);
   });
 }
 

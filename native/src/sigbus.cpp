@@ -1,4 +1,4 @@
-#include "lost_pages.h"
+#include "sigbus.h"
 
 #include <csignal>
 #include <unistd.h>
@@ -23,7 +23,7 @@ void on_bus_error(int, siginfo_t* info, void*) {
 
 }  // namespace
 
-void explain_lost_pages() {
+void explain_sigbus() {
   struct sigaction action = {};
   action.sa_sigaction = on_bus_error;
   action.sa_flags = SA_SIGINFO;

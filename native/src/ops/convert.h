@@ -2,8 +2,8 @@
 #pragma once
 #include <algorithm>
 
-#include "engine/buffer.h"
-#include "engine/pool.h"
+#include "ops/buffer.h"
+#include "ops/pool.h"
 #include "w4conv/kernels.h"
 
 namespace w4conv {
@@ -29,7 +29,7 @@ class TileConverter {
 };
 
 struct BlockStatus {
-  Bad bad = Bad::kNone;
+  Status status = Status::kOk;
   int64_t row = 0, column = 0;  // of the first bad value, in row order
   int64_t n_underflowed = 0;
 };

@@ -1,6 +1,6 @@
 // Coded matrices as float32 (w4-codes 5), and how far two matrices are from one another.
 #pragma once
-#include "engine/pool.h"
+#include "ops/pool.h"
 #include "w4conv/kernels.h"
 
 namespace w4conv {
@@ -19,10 +19,10 @@ RowDifference compare(const Kernels& kernels, Pool& pool, const float* x, const 
                       const GroupSums& out);
 
 struct SourceDifference : RowDifference {
-  bool remade;  // asked for: whether round-to-nearest makes these lines, scales and zero points of the values
+  bool reproduced;  // asked for: whether round-to-nearest makes these lines, scales and zero points of the values
 };
-// The values of a source (x) and of a matrix made of it (y): [n_rows][n_columns] both. remake: scales have to be FP16.
+// The values of a source (x) and of a matrix made of it (y): [n_rows][n_columns] both. reproduce: scales have to be FP16.
 SourceDifference compare_with_source(const Kernels& kernels, Pool& pool, const uint8_t* values, Dtype dtype, const Matrix& w,
-                                     bool remake, const GroupSums& out);
+                                     bool reproduce, const GroupSums& out);
 
 }  // namespace w4conv

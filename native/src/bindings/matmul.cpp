@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "engine/inputs.h"
+#include "ops/inputs.h"
 
 using namespace nb::literals;
 
@@ -31,7 +31,7 @@ void matmul(Pool& pool, const MatrixParts& parts, const FloatRows& x, const Muta
   });
 }
 
-// Read all bytes once, in chunks claimed by the threads as products claim theirs.
+// Read all bytes once, in chunks claimed by the threads as a GEMM's are.
 uint32_t read_all(Pool& pool, const Bytes& data) {
   require(data.size() % 64 == 0 && reinterpret_cast<uintptr_t>(data.data()) % 4 == 0, "data: not whole lines");
   constexpr int64_t kChunk = int64_t{1} << 20;
@@ -57,7 +57,7 @@ int64_t multiply_registers(Pool& pool, const std::string& operands) {
 
 }  // namespace
 
-void register_products(nb::module_& m) {
+void register_matmul(nb::module_& m) {
   m.def("matmul", &matmul, "pool"_a, "parts"_a, "x"_a, "y"_a, "activation_bits"_a);
   m.def("read", &read_all, "pool"_a, "data"_a);
   m.def("multiply_registers", &multiply_registers, "pool"_a, "operands"_a);
