@@ -13,6 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from w4conv import codes, scheme
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.container import Container, Layout, TensorPlan, Writer, plan, validate
 from w4conv.errors import FormatError
 from w4conv.scheme import QuantScheme
@@ -35,7 +36,7 @@ ALL_SCHEMES = [
 SCHEMES_OF_1_1 = [
     *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
     *(QuantScheme(kind, 16, "f16") for kind in ("int4", "e2m1", "int8", "int8o")),
-    *(QuantScheme(kind, size, "i8") for kind in scheme.BITS if kind not in scheme.FLOAT_KINDS for size in (16, 128)),
+    *(QuantScheme(kind, size, "i8") for kind in scheme.KINDS if kind not in scheme.FLOAT_KINDS for size in (16, 128)),
 ]
 
 
@@ -69,7 +70,7 @@ def random_values(coding: QuantScheme, shape: Sequence[int], seed: int) -> np.nd
     values = np.random.default_rng(seed).standard_normal(tuple(shape)).astype(np.float32)
     if coding.kind == "bf16":
         return np.asarray(values.view(np.uint32) >> 16, np.uint16)
-    return values.astype(codes.VALUE_DTYPES[coding.kind])
+    return values.astype(VALUE_DTYPES[coding.kind.upper()])
 
 
 def as_bytes(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -21,51 +21,33 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.scheme import SUPER_COLUMNS, TILE_ROWS, QuantScheme
-
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
+from w4conv.arrays import VALUE_DTYPES, Array, F32Array
+from w4conv.scheme import KINDS, SUPER_COLUMNS, TILE_ROWS, QuantScheme
 
 INT4_PAD: Final = 8  # the code of zero
 MAX_ZERO_POINT: Final = 15
 SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "f16": np.dtype("<f2"), "f32": np.dtype("<f4"), "i8": np.dtype("i1"),
 }  # fmt: skip
-VALUE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    "f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4"),
-}  # fmt: skip
 
-# 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
-NF4: Final = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-_FP4_MAGNITUDES: Final = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
-FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
-_E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
-E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
-IQ4NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_TABLES: Final = {"nf4": NF4, "fp4": FP4, "e2m1": E2M1, "iq4nl": IQ4NL}
-CODEBOOKS: Final = {kind: np.array(table, np.float32) for kind, table in _TABLES.items()}
-_PAD_CODES: Final = {"int4": INT4_PAD, "int4z": INT4_PAD, "nf4": NF4.index(0.0)}
+CODEBOOKS: Final = {kind.name: np.array(kind.levels, np.float32) for kind in KINDS.values() if kind.levels}
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The levels that weights over their scale are rounded to.
 
-    Integers from a lowest one to that + span; the lowest is -(span + 1) / 2, or of an int4z group its own (is_shifted).
-    Or those of a codebook: levels, ascending; codes, which each has. Both are empty for integers.
+    Integers: q_min .. q_min + span. q_min is -(span + 1) / 2, or where is_asymmetric minus the zero point of the group.
+    A codebook: levels, ascending, and the code of each. Both are empty for integers.
     """
 
     span: int
-    is_shifted: bool = False
+    is_asymmetric: bool = False
     levels: F32Array = field(default_factory=lambda: np.empty(0, np.float32))
     codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
     @property
-    def low(self) -> int:
+    def q_min(self) -> int:
         return -(self.span + 1) // 2
 
     @property
@@ -78,12 +60,12 @@ def grid(scheme: QuantScheme) -> Grid:
     if scheme.kind in CODEBOOKS:
         order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
         return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8))
-    return Grid((1 << scheme.bits) - 1, is_shifted=scheme.kind == "int4z")
+    return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.has_zero_points)
 
 
 def pad_code(scheme: QuantScheme) -> int:
     """The code, or bits of the value, in padding rows and columns (w4-codes 3.5)."""
-    return _PAD_CODES.get(scheme.kind, 0)
+    return KINDS[scheme.kind].pad
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -120,7 +102,7 @@ def row_parts(scheme: QuantScheme) -> dict[str, RowPart]:
             found[f"super_{kind}"] = RowPart(SCALE_DTYPES["f16"], SUPER_COLUMNS)
 
     numbers("scales")
-    if scheme.kind == "int4z":
+    if scheme.has_zero_points:
         found["zero_points"] = RowPart(np.dtype("u1"), scheme.group_size)
     if scheme.has_offsets:
         numbers("offsets")
@@ -179,7 +161,7 @@ def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
         halves = c.reshape(n_matrices, n_rows, n_columns // 8, 2, 4)
         packed = halves[..., 0, :] | halves[..., 1, :] << 4  # (n_matrices, n_rows, n_lines, 4) u8
         return tile(np.ascontiguousarray(packed).view("<u4")[..., 0])
-    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind]
+    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind.upper()]
     padded = np.ascontiguousarray(_pad(codes, scheme.columns_per_dword, 0), dtype)
     return tile(padded.view("<u4"))
 
@@ -191,7 +173,7 @@ def unpack(scheme: QuantScheme, tiles: npt.NDArray[np.uint32], n_rows: int, n_co
         packed = dwords.astype("<u4")[..., None].view(np.uint8)  # (n_matrices, n_rows, n_lines, 4)
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
         return codes.reshape(*dwords.shape[:2], 8 * dwords.shape[2])[:, :n_rows, :n_columns]
-    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind]
+    dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind.upper()]
     return dwords.astype("<u4", copy=False).view(dtype)[:, :n_rows, :n_columns]
 
 
@@ -262,7 +244,7 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
     if scheme.is_float:
         raw = np.ascontiguousarray(parts["values"])
         if len(shape) < 2:
-            values = raw.view(VALUE_DTYPES[scheme.kind]).reshape(shape)
+            values = raw.view(VALUE_DTYPES[scheme.kind.upper()]).reshape(shape)
         else:
             values = unpack(scheme, _tiles(scheme, shape, raw), shape[-2], shape[-1]).reshape(shape)
         return bf16_to_f32(values.astype(np.uint16)) if scheme.kind == "bf16" else values.astype(np.float32)
@@ -282,12 +264,10 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
     levels: F32Array
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
-    elif scheme.kind == "int4z":
+    elif scheme.has_zero_points:
         levels = codes.astype(np.float32) - per_column("zero_points")
-    elif scheme.kind == "int4":
-        levels = codes.astype(np.float32) - np.float32(INT4_PAD)
     else:
-        levels = codes.astype(np.float32)
+        levels = codes.astype(np.float32) - np.float32(KINDS[scheme.kind].centre)
     with np.errstate(over="ignore", invalid="ignore"):  # the scales of a file not verified may be anything
         levels *= numbers("scales")
         if scheme.has_offsets:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-F64Array = npt.NDArray[np.float64]
+from w4conv.arrays import F64Array
 
 # ln 2 in two parts; the first has 33 bits, so that its products with whole numbers up to 2^20 are exact.
 _LN2_HIGH: Final = float.fromhex("0x1.62e42feep-1")

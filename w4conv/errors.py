@@ -3,6 +3,10 @@
 A message says what, where, expected, got, and what to do. It names the file or the tensor.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class W4Error(Exception):
     """Base of every error that w4conv raises on purpose."""
@@ -48,3 +52,10 @@ class OutputError(W4Error):
     """Something could not be written: exists already, no space, no permission."""
 
     exit_code = 4
+
+
+def listed(names: Iterable[str], *, most: int = 5) -> str:
+    """The first few names, for a message, and how many more there are."""
+    names = list(names)
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,24 +12,65 @@ TILE_ROWS: Final = 16  # rows stored together
 DWORD_BITS: Final = 32  # one row's share of a line
 LINE_BYTES: Final = TILE_ROWS * DWORD_BITS // 8  # 64
 
-BITS: Final = {
-    "int4": 4, "int4z": 4, "int4o": 4, "nf4": 4, "fp4": 4, "e2m1": 4, "iq4nl": 4, "int8": 8, "int8o": 8,
-    "f16": 16, "bf16": 16, "f32": 32,
-}  # fmt: skip
-KEPT_ONLY: Final = ("int4o", "e2m1", "iq4nl", "int8o")  # hold what other formats have; no values are rounded to them
-INTEGER_KINDS: Final = (
-    "int4",
-    "int4z",
-    "int4o",
-    "e2m1",
-    "iq4nl",
-    "int8",
-    "int8o",
-)  # products take activations as integers
-WITH_OFFSETS: Final = ("int4o", "int8o")
-FLOAT_KINDS: Final = ("f16", "bf16", "f32")
+# 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
+NF4: Final = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4_MAGNITUDES: Final = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
+_E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
+E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
+IQ4NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is so of all schemes of one kind: the one registration of a scheme (docs/contributing.md, Adding things).
+
+    bits: of one code or value, without scales. levels: of a codebook, code 0 first; else a code is its own level, less
+    centre. pad: the code of padding. is_float: values are kept as they are, without groups and scales.
+    has_zero_points, has_offsets: a number for each group that is taken from its codes, or added to its values.
+    takes_integers: products take the activations as integers. is_rounded_to: values may be rounded to it; else it holds
+    what other formats have. is_calibrated: methods other than rtn know it. minor: the first minor version of the
+    container that has it.
+    """
+
+    name: str
+    bits: int
+    levels: tuple[float, ...] = ()
+    centre: int = 0
+    pad: int = 0
+    is_float: bool = False
+    has_zero_points: bool = False
+    has_offsets: bool = False
+    takes_integers: bool = False
+    is_rounded_to: bool = True
+    is_calibrated: bool = False
+    minor: int = 0
+
+
+_ALL: Final = (
+    Kind("int4", 4, centre=8, pad=8, takes_integers=True, is_calibrated=True),
+    Kind("int4z", 4, pad=8, has_zero_points=True, takes_integers=True, is_calibrated=True),
+    Kind("int4o", 4, has_offsets=True, takes_integers=True, is_rounded_to=False),
+    Kind("nf4", 4, levels=NF4, pad=NF4.index(0.0), is_calibrated=True),
+    Kind("fp4", 4, levels=FP4, is_calibrated=True),
+    Kind("e2m1", 4, levels=E2M1, takes_integers=True, is_rounded_to=False),
+    Kind("iq4nl", 4, levels=IQ4NL, takes_integers=True, is_rounded_to=False, minor=1),
+    Kind("int8", 8, takes_integers=True, is_calibrated=True),
+    Kind("int8o", 8, has_offsets=True, takes_integers=True, is_rounded_to=False, minor=1),
+    Kind("f16", 16, is_float=True),
+    Kind("bf16", 16, is_float=True),
+    Kind("f32", 32, is_float=True),
+)
+KINDS: Final[Mapping[str, Kind]] = {kind.name: kind for kind in _ALL}
+FLOAT_KINDS: Final = tuple(kind.name for kind in _ALL if kind.is_float)
+
 GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # that values are rounded in; 0: the whole row is one group
 HELD_GROUP_SIZES: Final = (16, *GROUP_SIZES)
+GROUP_WORDS: Final = tuple("row" if size == 0 else str(size) for size in GROUP_SIZES)  # as a user says them
 SCALE_DTYPES: Final = ("f16", "f32", "i8")
 SUPER_COLUMNS: Final = 256  # that share a super-scale
 
@@ -50,14 +92,16 @@ class QuantScheme:
     scale_dtype: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in BITS:
-            raise UsageError(f"unknown scheme {self.kind!r}; known are {', '.join(BITS)}")
+        if self.kind not in KINDS:
+            raise UsageError(f"unknown scheme {self.kind!r}; known are {', '.join(KINDS)}")
         if self.is_float:
             if self.group_size or self.scale_dtype:
                 raise UsageError(f"scheme {self.kind} has no groups and no scales")
             return
         if self.group_size not in HELD_GROUP_SIZES:
-            raise UsageError(f"group size {self.group_size} is not one of 16, 32, 64, 128, 256, 0 (whole row)")
+            raise UsageError(
+                f"group size {self.group_size} is not one of {', '.join(map(str, HELD_GROUP_SIZES))} (whole row)"
+            )
         if self.scale_dtype not in SCALE_DTYPES:
             raise UsageError(f"scale dtype {self.scale_dtype!r} is not one of {', '.join(SCALE_DTYPES)}")
         if self.is_two_level and not 0 < self.group_size < SUPER_COLUMNS:
@@ -66,15 +110,19 @@ class QuantScheme:
     @property
     def bits(self) -> int:
         """Bits of one code or value, without scales."""
-        return BITS[self.kind]
+        return KINDS[self.kind].bits
 
     @property
     def is_float(self) -> bool:
-        return self.kind in FLOAT_KINDS
+        return KINDS[self.kind].is_float
+
+    @property
+    def has_zero_points(self) -> bool:
+        return KINDS[self.kind].has_zero_points
 
     @property
     def has_offsets(self) -> bool:
-        return self.kind in WITH_OFFSETS
+        return KINDS[self.kind].has_offsets
 
     @property
     def is_two_level(self) -> bool:
@@ -84,7 +132,7 @@ class QuantScheme:
     @property
     def minor(self) -> int:
         """The first minor version of the container that has this scheme."""
-        return int(self.group_size == 16 or self.is_two_level or self.kind in ("iq4nl", "int8o"))
+        return max(KINDS[self.kind].minor, int(self.group_size == 16 or self.is_two_level))
 
     @property
     def columns_per_dword(self) -> int:
@@ -117,3 +165,18 @@ def int4(group_size: int = 128) -> QuantScheme:
 def int8(group_size: int = 128) -> QuantScheme:
     """Symmetric 8-bit with FP16 scales."""
     return QuantScheme("int8", group_size, "f16")
+
+
+# What a user says of linear weights, and what it means for them, and for embedding and head unless told otherwise.
+SCHEME_WORDS: Final = {
+    "w4a16": ("int4", "int8"),
+    "int4z": ("int4z", "int8"),
+    "nf4": ("nf4", "int8"),
+    "fp4": ("fp4", "int8"),
+    "w8a16": ("int8", "int8"),
+    "f16": ("f16", "f16"),
+    "bf16": ("bf16", "bf16"),
+    "f32": ("f32", "f32"),
+    "keep": ("keep", "keep"),
+}
+TENSOR_WORDS: Final = (*(kind.name for kind in _ALL if kind.is_rounded_to), "keep")  # what one tensor can be told to be

@@ -9,7 +9,8 @@ import pytest
 from command import Runner
 from jsonschema import Draft202012Validator
 
-from w4conv.cli._schemas import REPORTS, page, schema
+from w4conv.cli._schemas import page, schema
+from w4conv.cli.main import COMMANDS
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -20,7 +21,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_command_is_described() -> None:
     from w4conv.cli.main import app
 
-    assert {command.callback.__name__ for command in app.registered_commands if command.callback} == REPORTS.keys()
+    assert {command.callback.__name__ for command in app.registered_commands if command.callback} == set(COMMANDS)
 
 
 @pytest.mark.parametrize(

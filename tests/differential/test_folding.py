@@ -13,7 +13,7 @@ from tiny_models import MODELS, Case, torch
 from w4conv import codes
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
-from w4conv.quantization.folding import PLACES, FoldedSource, Folding, can_fold, n_factors
+from w4conv.quantization.folding import HOOKS, FoldedSource, Folding, can_fold, n_factors
 from w4conv.runtime.layers import LayeredSource
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
@@ -38,7 +38,7 @@ def some_folding(spec: ModelSpec) -> Folding:
         {
             (i, place): rng.integers(-3, 4, n_factors(spec, place)).astype(np.int8)
             for i in range(spec.n_layers)
-            for place in PLACES
+            for place in HOOKS
             if can_fold(spec, place)
         },
     )

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from checkpoints import CHECKPOINTS, source_of
 from compare import DIGESTS, Case, cases, computed, container_digest, convert, differences, logits_digest, tokens
-from reference_forward import ReferenceModel, arithmetic, attention, model, products, rope
+from reference_forward import ReferenceModel, arithmetic, attention, gemm, model, rope
 
 from w4conv import codes, kernels
 from w4conv.container import open_container
 from w4conv.models import known_architectures
 from w4conv.quantization.reference import quantize_codes, quantize_rtn
-from w4conv.scheme import BITS, HELD_GROUP_SIZES, SCALE_DTYPES
+from w4conv.scheme import HELD_GROUP_SIZES, KINDS, SCALE_DTYPES
 from w4conv.sources import open_source
 
 GOLDEN = json.loads(DIGESTS.read_text())
@@ -72,7 +72,7 @@ def test_the_cases_have_every_architecture_and_scheme(folder: Path) -> None:
     for case in cases():
         with open_container(convert(case, folder)) as container:
             schemes |= {tensor.scheme for tensor in container.tensors.values()}
-    assert {scheme.kind for scheme in schemes} == set(BITS)
+    assert {scheme.kind for scheme in schemes} == set(KINDS)
     assert {scheme.group_size for scheme in schemes} == set(HELD_GROUP_SIZES)
     assert {scheme.scale_dtype for scheme in schemes} == {"", *SCALE_DTYPES}
     two_levels = {scheme.kind for scheme in schemes if scheme.is_two_level}
@@ -109,12 +109,12 @@ MUTANTS: dict[str, tuple[ModuleType, str, Any, str]] = {
     "exp: ln 2 in one part": (arithmetic, "MINUS_LN2_LOW", np.float32(0), LLAMA),
     "exp: ln 2 rounded": (arithmetic, "MINUS_LN2_HIGH", -np.float32(np.log(2)), LLAMA),
     "lanes summed from the left": (arithmetic, "tree", from_the_left, LLAMA),
-    "a super-scale for 512 columns": (products, "SUPER_COLUMNS", 512, "llama-gguf, keep, 40 tokens"),
-    "weights without fma": (products, "fma", unfused, "llama, f32, 40 tokens"),
-    "levels without fma": (products, "fma", unfused, "llama, nf4/g64, 40 tokens"),
+    "a super-scale for 512 columns": (gemm, "SUPER_COLUMNS", 512, "llama-gguf, keep, 40 tokens"),
+    "weights without fma": (gemm, "fma", unfused, "llama, f32, 40 tokens"),
+    "levels without fma": (gemm, "fma", unfused, "llama, nf4/g64, 40 tokens"),
     "attention without fma": (attention, "fma", unfused, LLAMA),
-    "spans of 128": (attention, "SPAN", 128, LONG),
-    "no first keys under a budget": (attention, "PINNED", 0, f"{LONG}, kv_memory 180224"),
+    "KV splits of 128": (attention, "KV_SPLIT", 128, LONG),
+    "no attention sinks under a budget": (attention, "SINK_TOKENS", 0, f"{LONG}, kv_memory 180224"),
     "pi / 2 in one part": (rope, "HALF_PI_LOW", 0.0, LONG),
     "gelu: 0.044715": (model, "GELU_CUBE", next_to(model.GELU_CUBE), "gemma2, f32, 40 tokens, kv f32"),
     "gelu: sqrt(8 / pi)": (model, "GELU_SCALE", next_to(model.GELU_SCALE), "gemma2, f32, 40 tokens, kv f32"),

@@ -1,4 +1,4 @@
-"""Attention and its cache against numpy in float64: spans of keys, windows, 8-bit keys and values, a memory budget."""
+"""Attention and its cache against numpy in float64: KV splits, windows, 8-bit keys and values, a memory budget."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from w4conv import kernels
 from w4conv.commands.quantize import quantize
 from w4conv.errors import UsageError
 from w4conv.models.spec import ModelSpec
-from w4conv.runtime.engine import KV_PINNED, Model, Session
+from w4conv.runtime.engine import KV_SINKS, Model, Session
 
 F64 = npt.NDArray[np.float64]
 WINDOW = 121  # of a budget: the most that 256 slots hold beside the first 16 and the tokens of one pass
-N_TOKENS = 700  # more than two spans of 256 keys, and more than the windows below keep
+N_TOKENS = 700  # more than two KV splits of 256 keys, and more than the windows below keep
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models: all tokens seen; windows of 150; large biases on the keys; the same where half of a head is rotated."""
+    """Models: no window; windows of 150; large biases on the keys; the same where half of a head is rotated."""
     folder = tmp_path_factory.mktemp("attention")
     for name, window in (("all", None), ("window", 150)):
         config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -54,14 +54,16 @@ def as_bytes(rows: F64) -> F64:
     return (np.rint(rows / scales) * scales).astype(np.float64)
 
 
-def oracle(model: Model, tokens: npt.NDArray[np.int64], *, window: int = 0, pinned: int = 0, int8: bool = False) -> F64:
+def oracle(
+    model: Model, tokens: npt.NDArray[np.int64], *, window: int = 0, n_sinks: int = 0, int8: bool = False
+) -> F64:
     """Logits after each token, in float64."""
     spec, n = model.spec, len(tokens)
     weight = {t.name: model.container.dequantize(t.name).astype(np.float64) for t in spec.tensors()}
     distance = np.arange(n)[:, None] - np.arange(n)
-    seen = distance >= 0
+    visible = distance >= 0
     if window:
-        seen &= (distance < window) | (np.arange(n) < pinned)
+        visible &= (distance < window) | (np.arange(n) < n_sinks)
     x = weight["model.embed_tokens.weight"][tokens]
     for layer in range(spec.n_layers):
         at = f"model.layers.{layer}."
@@ -78,7 +80,7 @@ def oracle(model: Model, tokens: npt.NDArray[np.int64], *, window: int = 0, pinn
         out = np.empty_like(q)
         for head in range(spec.n_heads):
             of = head // (spec.n_heads // spec.n_kv_heads)
-            scores = np.where(seen, q[:, head] @ k[:, of].T / np.sqrt(spec.head_dim), -np.inf)
+            scores = np.where(visible, q[:, head] @ k[:, of].T / np.sqrt(spec.head_dim), -np.inf)
             p = np.exp(scores - scores.max(1, keepdims=True))
             out[:, head] = p @ v[:, of] / p.sum(1, keepdims=True)
         x = x + out.reshape(n, -1) @ weight[f"{at}self_attn.o_proj.weight"].T
@@ -144,9 +146,9 @@ def test_logits_equal_numpy_whatever_the_tier_the_threads_and_the_pieces(
             if len(results) == 1:
                 window = WINDOW if budget else 150 if name == "window" else 0
                 assert model.kv_window == (WINDOW if budget else 0)
-                pinned = KV_PINNED if budget else 0
-                want = oracle(model, tokens, window=window, pinned=pinned, int8=kv == "int8")
-    assert n_dropped == (N_TOKENS + 1 - WINDOW - KV_PINNED if budget else 0)
+                n_sinks = KV_SINKS if budget else 0
+                want = oracle(model, tokens, window=window, n_sinks=n_sinks, int8=kv == "int8")
+    assert n_dropped == (N_TOKENS + 1 - WINDOW - KV_SINKS if budget else 0)
     error = np.abs(results[0] - want).max() / np.ptp(want)
     assert error < {"f32": 1e-5, "f16": 1e-3, "int8": 1e-3}[kv]
     assert len({r.tobytes() for r in results}) == 1
@@ -154,7 +156,7 @@ def test_logits_equal_numpy_whatever_the_tier_the_threads_and_the_pieces(
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_a_session_can_be_cut_anywhere(folder: Path, tokens: npt.NDArray[np.int64], budget: bool) -> None:
-    """Also where others have taken the slots of keys that are seen again then."""
+    """Also where others have taken the slots of keys that are visible again then."""
     with Model(folder / "window.w4") as model:
         nbytes = model.kv_nbytes(WINDOW) if budget else None
     with Model(folder / "window.w4", kv_memory=nbytes) as model:
@@ -174,7 +176,7 @@ def test_windows_and_budgets_hold_memory(folder: Path) -> None:
         per_token = spec.n_layers * spec.n_kv_heads * (spec.head_dim + -(-spec.head_dim // 16) * 16)
         assert model.kv_nbytes(0) == 1024 * per_token * 2
         assert windowed.kv_nbytes(0) == 512 * per_token * 2
-        # Smaller windows than the budget asks for are the model's own, without pinned tokens.
+        # Smaller windows than the budget asks for are the model's own, without attention sinks.
         assert windowed.kv_nbytes(200) == windowed.kv_nbytes(0)
         assert windowed.kv_nbytes(WINDOW) == 256 * per_token * 2
     for kv, nbytes in (("f32", 4), ("int8", 1)):

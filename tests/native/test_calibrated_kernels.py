@@ -28,9 +28,9 @@ def some_scales(grid: Grid, n_rows: int, n_groups: int) -> npt.NDArray[np.float1
     return scales.astype(np.float16)
 
 
-def some_lows(grid: Grid, shape: tuple[int, ...]) -> F32Array:
-    if not grid.is_shifted:
-        return np.full(shape, grid.low, np.float32)
+def some_q_min(grid: Grid, shape: tuple[int, ...]) -> F32Array:
+    if not grid.is_asymmetric:
+        return np.full(shape, grid.q_min, np.float32)
     return -np.random.default_rng(9).integers(0, 16, shape).astype(np.float32)
 
 
@@ -108,39 +108,37 @@ def test_factor_names_the_column_without_a_positive_pivot(tier: str, column: int
 
 
 @pytest.mark.parametrize(("n_k", "m", "n"), [(1, 1, 1), (100, 50, 200), (1000, 48, 49)])
-def test_products(tier: str, n_k: int, m: int, n: int) -> None:
+def test_gemm_tn_and_syrk(tier: str, n_k: int, m: int, n: int) -> None:
     rng = np.random.default_rng(2)
     a, b = (rng.standard_normal((n_k, width)).astype(np.float32) for width in (m, n))
     before = rng.standard_normal((m, n)).astype(np.float32)
     expected = before.copy()
-    reference.products(a, b, expected)
+    reference.gemm_tn(a, b, expected)
     np.testing.assert_allclose(expected, before + a.T.astype(np.float64) @ b, rtol=1e-4, atol=1e-3)
     for threads in (1, 2):
         found = before.copy()
-        kernels.add_products(a, b, found, threads=threads)
+        kernels.gemm_tn(a, b, found, threads=threads)
         assert np.array_equal(found, expected)
         square, wanted = np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
-        kernels.add_products(b, b, square, upper=True, threads=threads)
-        reference.products(b, b, wanted)
+        kernels.gemm_tn(b, b, square, upper=True, threads=threads)
+        reference.gemm_tn(b, b, wanted)
         assert np.array_equal(np.triu(square), np.triu(wanted))
 
 
 @pytest.mark.parametrize(
     ("n", "size", "kind"), [(16, 16, "int4"), (130, 130, "int4"), *((67, 32, kind) for kind in GRIDS)]
 )
-def test_rounding_with_feedback(tier: str, n: int, size: int, kind: str) -> None:
+def test_gptq_round(tier: str, n: int, size: int, kind: str) -> None:
     grid = GRIDS[kind]
     unit, _ = factored(moments(n))
     w = np.random.default_rng(1).standard_normal((80, n)).astype(np.float32)
     scales = some_scales(grid, 80, -(-n // size)).astype(np.float32)
-    lows = some_lows(grid, scales.shape)
-    wide_scales, wide_lows = (np.repeat(a, size, axis=1)[:, :n] for a in (scales, lows))
-    expected = reference.round_with_feedback(w, wide_scales, wide_lows, unit, grid)
+    q_min = some_q_min(grid, scales.shape)
+    wide_scales, wide_q_min = (np.repeat(a, size, axis=1)[:, :n] for a in (scales, q_min))
+    expected = reference.gptq_round(w, wide_scales, wide_q_min, unit, grid)
     group = (np.arange(n) // size).astype(np.int32)
     for threads in (1, 2):
-        q = kernels.round_with_feedback(
-            tiled(w), group, tiled(scales), tiled(lows), mirrored(unit), grid=grid, threads=threads
-        )
+        q = kernels.gptq_round(tiled(w), group, tiled(scales), tiled(q_min), mirrored(unit), grid=grid, threads=threads)
         assert np.array_equal(untiled(q), expected)
 
 
@@ -166,14 +164,14 @@ def test_refinement(tier: str, n: int, size: int, kind: str) -> None:
     rng = np.random.default_rng(1)
     h, w = moments(n).astype(np.float32), rng.standard_normal((80, n)).astype(np.float32)
     scales = some_scales(grid, 80, -(-n // size))
-    lows = some_lows(grid, scales.shape)
-    lowest = 0 if grid.is_codebook else np.repeat(lows, size, axis=1)[:, :n]
+    q_min = some_q_min(grid, scales.shape)
+    lowest = 0 if grid.is_codebook else np.repeat(q_min, size, axis=1)[:, :n]
     q = (rng.integers(0, grid.span + 1, w.shape) + lowest).astype(np.int8)
     q[5] = reference.codes_of(np.zeros(n, np.float32), grid)
-    expected_q, expected_scales = reference.refine(w, q, scales, lows, h, size, grid, 2)
+    expected_q, expected_scales = reference.refine(w, q, scales, q_min, h, size, grid, 2)
     for threads in (1, 2):
         tiles, tile_scales = tiled(q.copy()), tiled(scales.copy())
-        kernels.refine(tiled(w), tiles, tile_scales, tiled(lows), h, size, grid=grid, n_rounds=2, threads=threads)
+        kernels.refine(tiled(w), tiles, tile_scales, tiled(q_min), h, size, grid=grid, n_rounds=2, threads=threads)
         assert np.array_equal(untiled(tiles), expected_q)
         assert np.array_equal(untiled(tile_scales).view(np.uint16), expected_scales.view(np.uint16))
 
@@ -189,8 +187,8 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
         return np.einsum("ri,ij,rj->r", e, h, e)
 
     before = error(q, scales)
-    lows = np.full(scales.shape, -8, np.float32)
-    q, scales = reference.refine(w, q, scales, lows, h.astype(np.float32), size, GRIDS["int4"], 20)
+    q_min = np.full(scales.shape, -8, np.float32)
+    q, scales = reference.refine(w, q, scales, q_min, h.astype(np.float32), size, GRIDS["int4"], 20)
     after = error(q, scales)
     assert (after < 0.9 * before).all()
     for j, step in itertools.product(range(n), (-1, 1)):
@@ -206,17 +204,17 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
 @pytest.mark.parametrize(
     ("n", "size", "kind"), [(32, 32, "int4"), (130, 130, "int4"), *((75, 32, kind) for kind in GRIDS)]
 )
-@pytest.mark.parametrize("fed_back", [True, False])
-def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool, kind: str) -> None:
+@pytest.mark.parametrize("rounded", [True, False])
+def test_search_of_scales(tier: str, n: int, size: int, rounded: bool, kind: str) -> None:
     grid = GRIDS[kind]
     rng = np.random.default_rng(3)
     w = rng.standard_normal((32, n)).astype(np.float32)
     w[5] = 0
-    w[6, :size] = 1.1 * 65504 * (1 if grid.is_codebook else grid.span if grid.is_shifted else -grid.low)
+    w[6, :size] = 1.1 * 65504 * (1 if grid.is_codebook else grid.span if grid.is_asymmetric else -grid.q_min)
     w[7] = np.abs(w[7])  # the scale of row 6 is beyond FP16, half of it is not
     h = moments(n)
     multipliers = np.array([(1, 1), (-1, -1), (0.8, 1), (1, 0.8), (0.5, 0.5), (-0.7, -0.7)], np.float32)
-    multipliers = np.abs(multipliers) if grid.is_shifted else multipliers
+    multipliers = np.abs(multipliers) if grid.is_asymmetric else multipliers
     n_groups = -(-n // size)
     factors, pivots = np.zeros((n_groups, size, size), np.float32), np.zeros(n, np.float32)
     expected = []
@@ -224,18 +222,16 @@ def test_search_of_scales(tier: str, n: int, size: int, fed_back: bool, kind: st
         part = slice(g * size, min(n, (g + 1) * size))
         unit, pivots[part] = factored(np.ascontiguousarray(h[part, part]))
         factors[g].reshape(-1)[: unit.size] = mirrored(unit).ravel()
-        expected.append(
-            reference.search_scales(w[:, part], unit if fed_back else None, pivots[part], multipliers, grid)
-        )
-    scales, lows, errors = kernels.search_scales(
-        tiled(w), size, factors if fed_back else None, pivots, multipliers, grid=grid, threads=2
+        expected.append(reference.search_scales(w[:, part], unit if rounded else None, pivots[part], multipliers, grid))
+    scales, q_min, errors = kernels.search_scales(
+        tiled(w), size, factors if rounded else None, pivots, multipliers, grid=grid, threads=2
     )
-    wanted_scales, wanted_lows, wanted_errors = (np.stack(found, 1) for found in zip(*expected, strict=True))
+    wanted_scales, wanted_q_min, wanted_errors = (np.stack(found, 1) for found in zip(*expected, strict=True))
     assert np.array_equal(untiled(scales).view(np.uint16), wanted_scales.view(np.uint16))
-    assert np.array_equal(untiled(lows), wanted_lows)
+    assert np.array_equal(untiled(q_min), wanted_q_min)
     assert np.array_equal(untiled(errors), wanted_errors)
     assert (untiled(scales)[5] == 0).all()
-    assert (untiled(lows)[7] == 0).all() == grid.is_shifted
+    assert (untiled(q_min)[7] == 0).all() == grid.is_asymmetric
 
 
 def test_error_of_the_search_is_the_output_error() -> None:
@@ -243,13 +239,13 @@ def test_error_of_the_search_is_the_output_error() -> None:
     unit, pivots = factored(h)
     w = np.random.default_rng(4).standard_normal((8, n)).astype(np.float32)
     grid, multipliers = GRIDS["int4z"], np.array([(1, 1), (0.9, 1), (0.9, 0.9)], np.float32)
-    scales, lows, errors = reference.search_scales(w, unit, pivots, multipliers, grid)
-    wide, wide_lows = (np.repeat(a.astype(np.float32)[:, None], n, axis=1) for a in (scales, lows))
-    e = w - reference.round_with_feedback(w, wide, wide_lows, unit, grid) * wide
+    scales, q_min, errors = reference.search_scales(w, unit, pivots, multipliers, grid)
+    wide, wide_q_min = (np.repeat(a.astype(np.float32)[:, None], n, axis=1) for a in (scales, q_min))
+    e = w - reference.gptq_round(w, wide, wide_q_min, unit, grid) * wide
     np.testing.assert_allclose(np.einsum("ri,ij,rj->r", e, h, e), errors, rtol=1e-3)
 
 
-def test_feedback_against_every_assignment_of_codes() -> None:
+def test_column_updates_against_every_assignment_of_codes() -> None:
     """Of all choices of codes for four columns: never better than the best, and mostly better than nearest codes."""
     n, scale = 4, np.float32(0.25)
     codes = np.array(list(itertools.product(range(-8, 8), repeat=n)), np.float32)
@@ -266,16 +262,16 @@ def test_feedback_against_every_assignment_of_codes() -> None:
             e = w - q * scale
             return float(np.einsum("ri,ij,rj->r", e, h, e).min())
 
-        lows = np.full_like(w, -8)
-        least, nearest = error(codes), error(reference.level_of(w, wide, lows, GRIDS["int4"]))
-        fed = error(reference.round_with_feedback(w, wide, lows, unit, GRIDS["int4"]))
-        assert least <= fed * (1 + 1e-5)
-        better += fed < nearest
-        assert fed <= 4 * nearest
+        q_min = np.full_like(w, -8)
+        least, nearest = error(codes), error(reference.level_of(w, wide, q_min, GRIDS["int4"]))
+        rounded = error(reference.gptq_round(w, wide, q_min, unit, GRIDS["int4"]))
+        assert least <= rounded * (1 + 1e-5)
+        better += rounded < nearest
+        assert rounded <= 4 * nearest
     assert better >= 8
 
 
-def test_feedback_follows_the_textbook_recipe_with_the_inverse() -> None:
+def test_column_updates_are_those_of_the_textbook_with_the_inverse() -> None:
     """GPTQ as published: the first column first, errors spread by the Cholesky factor of the inverse."""
     n, scale = 24, np.float32(0.3)
     h = moments(n, 7)
@@ -288,8 +284,8 @@ def test_feedback_follows_the_textbook_recipe_with_the_inverse() -> None:
         left[:, j:] -= np.outer(e, upper[j, j:])
     unit, _ = factored(np.ascontiguousarray(h[::-1, ::-1]))
     wide = np.full_like(w, scale)
-    lows = np.full_like(w, -8)
-    q = reference.round_with_feedback(np.ascontiguousarray(w[:, ::-1]), wide, lows, unit, GRIDS["int4"])[:, ::-1]
+    q_min = np.full_like(w, -8)
+    q = reference.gptq_round(np.ascontiguousarray(w[:, ::-1]), wide, q_min, unit, GRIDS["int4"])[:, ::-1]
     assert np.mean(q != textbook) < 0.01  # float32 against float64: a tie may fall to the other side
 
 

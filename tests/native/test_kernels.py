@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from w4conv import codes, kernels
 from w4conv.errors import UsageError
 from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
-from w4conv.scheme import BITS, GROUP_SIZES, INTEGER_KINDS, QuantScheme
+from w4conv.scheme import GROUP_SIZES, KINDS, QuantScheme
+
+INTEGER_KINDS = [kind.name for kind in KINDS.values() if kind.takes_integers]
 
 TIERS = kernels.isa_tiers()
 DOTS = {
@@ -227,7 +229,7 @@ def test_the_ends_of_fp16_scales(tier: str, kind: str, steps: int) -> None:
 # ---- dequantizing ----
 
 
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("group_size", "scale_dtype"), [(32, "f16"), (128, "f32"), (0, "f16")])
 def test_dequantizing_equals_the_reference_bit_for_bit(tier: str, kind: str, group_size: int, scale_dtype: str) -> None:
     for shape in ((1, 1), (35, 77), (16, 300)):
@@ -252,26 +254,26 @@ def test_a_matrix_and_its_source_are_compared_in_one_pass(tier: str, kind: str, 
         )
         y = codes.dequantize(scheme, shape, {k: kernels.as_bytes(v) for k, v in parts.items()})
         step = group_size or shape[1]
-        got = kernels.compare_with_source(raw, dtype, scheme, parts, step, remake=True, threads=2)
+        got = kernels.compare_with_source(raw, dtype, scheme, parts, step, reproduce=True, threads=2)
         want = kernels.compare(x, y, step, threads=1)
         np.testing.assert_array_equal(got.sums, want.sums)
         assert (got.largest, got.equal) == (want.largest, np.array_equal(x, y))
         assert got.largest == np.abs(y.astype(np.float64) - x).max()
-        assert got.remade
+        assert got.reproduced
         for part in parts:  # a bit changed anywhere, in padding too
             changed = {k: v.copy() for k, v in parts.items()}
             flat = kernels.as_bytes(changed[part])
             flat[rng.integers(flat.size)] ^= 1
-            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=True).remade
-            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, remake=False).remade
+            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, reproduce=True).reproduced
+            assert not kernels.compare_with_source(raw, dtype, scheme, changed, step, reproduce=False).reproduced
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_matrices_without_values_are_equal(shape: tuple[int, int]) -> None:
     scheme, x = QuantScheme("int4", 0, "f16"), np.empty(shape, np.float32)
     parts = kernels.quantize_rtn(x, "F32", scheme).parts()
-    found = kernels.compare_with_source(x, "F32", scheme, parts, shape[1], remake=True)
-    assert (found.sums.size, found.largest, found.equal, found.remade) == (0, 0, True, True)
+    found = kernels.compare_with_source(x, "F32", scheme, parts, shape[1], reproduce=True)
+    assert (found.sums.size, found.largest, found.equal, found.reproduced) == (0, 0, True, True)
 
 
 def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
@@ -279,11 +281,11 @@ def test_a_source_that_cannot_be_coded_makes_nothing(tier: str) -> None:
     scheme = QuantScheme("int4", 32, "f16")
     parts = kernels.quantize_rtn(x, "F32", scheme).parts()
     x[16, 3] = np.nan
-    found = kernels.compare_with_source(x, "F32", scheme, parts, 32, remake=True)
-    assert (found.remade, found.equal, np.isnan(found.largest)) == (False, False, True)
+    found = kernels.compare_with_source(x, "F32", scheme, parts, 32, reproduce=True)
+    assert (found.reproduced, found.equal, np.isnan(found.largest)) == (False, False, True)
 
 
-# ---- products ----
+# ---- GEMV and GEMM ----
 
 
 def coded(
@@ -338,9 +340,7 @@ def per_row(parts: dict[str, npt.NDArray[np.generic]], kind: str, n_rows: int) -
     return np.asarray(codes.unpack_rows(np.asarray(parts[kind])[None], n_rows)[0])
 
 
-def integer_product(
-    scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32, bits: int = 16
-) -> F32:
+def integer_gemm(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32, bits: int = 16) -> F32:
     """docs/numerics.md 2 in numpy: the same float32 operations in the same order."""
     n_rows, n_columns = w.shape
     group = scheme.group_size or n_columns
@@ -374,7 +374,7 @@ def integer_product(
 
 @pytest.mark.parametrize("kind", ["int4", "int4z", "int4o", "e2m1", "int8"])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_integer_products_equal_their_definition(tier: str, kind: str, group_size: int) -> None:
+def test_integer_gemm_equals_its_definition(tier: str, kind: str, group_size: int) -> None:
     """For every number of tokens that has a kernel of its own, and for more."""
     rng = np.random.default_rng(7)
     for n_rows, n_columns in ((3, 5), (40, 200), (16, 576), (115, 1000)):
@@ -385,7 +385,7 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
         x[[1, -1]] *= np.float32(2.0 ** rng.integers(-110, -60))
         scheme, parts, _ = coded(kind, group_size, w, "f16" if n_rows < 100 else "f32")
         for bits in (16, 8):
-            want = integer_product(scheme, w, parts, x, bits)
+            want = integer_gemm(scheme, w, parts, x, bits)
             for n_tokens in (*range(1, 14), len(x)):
                 got = kernels.matmul(scheme, w.shape, parts, x[:n_tokens], threads=2, activation_bits=bits)
                 np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
@@ -400,7 +400,7 @@ def test_integer_products_equal_their_definition(tier: str, kind: str, group_siz
     ],
     ids=repr,
 )
-def test_integer_products_of_version_1_1(tier: str, scheme: QuantScheme) -> None:
+def test_integer_gemm_of_version_1_1(tier: str, scheme: QuantScheme) -> None:
     rng = np.random.default_rng(13)
     for n_rows, n_columns in ((3, 5), (40, 280), (115, 600)):
         x = rng.standard_normal((133, n_columns)).astype(np.float32)
@@ -409,7 +409,7 @@ def test_integer_products_of_version_1_1(tier: str, scheme: QuantScheme) -> None
         values = codes.dequantize(scheme, (n_rows, n_columns), {k: kernels.as_bytes(v) for k, v in parts.items()})
         assert np.array_equal(kernels.dequantize(scheme, (n_rows, n_columns), parts), values)
         for bits in (16, 8):
-            want = integer_product(scheme, values, parts, x, bits)
+            want = integer_gemm(scheme, values, parts, x, bits)
             for n_tokens in (1, 2, 3, 4, 5, 12, 13, len(x)):
                 got = kernels.matmul(scheme, (n_rows, n_columns), parts, x[:n_tokens], threads=2, activation_bits=bits)
                 np.testing.assert_array_equal(got.view(np.uint32), want[:n_tokens].view(np.uint32))
@@ -428,7 +428,7 @@ def test_an_output_that_goes_around_the_caches_is_the_same(tier: str, kind: str)
     if kind == "f32":
         np.testing.assert_allclose(got, x @ wq.T, rtol=1e-4, atol=1e-4)
     else:
-        want = integer_product(scheme, w, parts, x)
+        want = integer_gemm(scheme, w, parts, x)
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
@@ -448,7 +448,7 @@ def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) ->
     scheme = QuantScheme("int8", n, "f32")
     eye = np.eye(n, dtype=np.int8)
     parts = {k: v[0] for k, v in codes.pack_matrix(scheme, eye, np.ones((n, 1), np.float32), None, None).items()}
-    want = integer_product(scheme, np.zeros((n, n), np.float32), parts, x, bits)
+    want = integer_gemm(scheme, np.zeros((n, n), np.float32), parts, x, bits)
     for rows in (1, len(x)):
         for at in range(0, len(x), rows):
             got = kernels.matmul(scheme, (n, n), parts, x[at : at + rows], activation_bits=bits)
@@ -468,7 +468,7 @@ def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -
     parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points, offsets)
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
-    want = integer_product(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
+    want = integer_gemm(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)
     for rows_of_x in (x[1:2], *(x[:n] for n in range(1, 15))):
         got = kernels.matmul(scheme, (16, n), parts, rows_of_x, activation_bits=bits)
         first = 1 if rows_of_x[0, 0] < 0 else 0
@@ -482,7 +482,7 @@ def fused_multiply_add() -> Callable[[float, float, float], float]:
     return libm.fmaf  # type: ignore[no-any-return]  # ctypes knows no types
 
 
-def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
+def codebook_gemm(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.generic]], x: F32) -> F32:
     """docs/numerics.md 3 for codebooks: a chain of fma over a block, then a product and a sum."""
     fmaf = fused_multiply_add()
     n_rows, n_columns = w.shape
@@ -505,21 +505,19 @@ def codebook_product(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[n
 @pytest.mark.parametrize(
     ("group_size", "scale_dtype"), [(32, "f16"), (256, "f16"), (0, "f32"), (16, "f16"), (32, "i8")]
 )
-def test_products_with_a_codebook_equal_their_definition(
-    tier: str, kind: str, group_size: int, scale_dtype: str
-) -> None:
+def test_codebook_gemm_equals_its_definition(tier: str, kind: str, group_size: int, scale_dtype: str) -> None:
     rng = np.random.default_rng(8)
     for shape in ((83, 75), (16, 290)):
         w = rng.standard_normal(shape).astype(np.float32)
         x = rng.standard_normal((13, shape[1])).astype(np.float32)
         scheme, parts, _ = coded(kind, group_size, w, scale_dtype)
-        want = codebook_product(scheme, w, parts, x)
+        want = codebook_gemm(scheme, w, parts, x)
         for rows_of_x in (x[:1], x[:3], x):
             got = kernels.matmul(scheme, shape, parts, rows_of_x, threads=2)
             np.testing.assert_array_equal(got.view(np.uint32), want[: len(got)].view(np.uint32))
 
 
-def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
+def test_integer_gemm_is_closer_than_f16_activations(tier: str) -> None:
     rng = np.random.default_rng(3)
     w = rng.standard_normal((64, 4096)).astype(np.float32)
     x = rng.standard_normal((4, 4096)).astype(np.float32)
@@ -534,7 +532,7 @@ def test_integer_products_are_closer_than_f16_activations(tier: str) -> None:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 14])
-def test_float_products_are_one_chain_of_fused_multiply_adds(tier: str, kind: str, n_tokens: int) -> None:
+def test_float_gemm_is_one_chain_of_fused_multiply_adds(tier: str, kind: str, n_tokens: int) -> None:
     fmaf = fused_multiply_add()
     rng = np.random.default_rng(5)
     w = rng.standard_normal((21, 137)).astype(np.float32)

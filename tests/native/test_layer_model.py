@@ -14,7 +14,7 @@ from w4conv.runtime.engine import Captured, HeadModel, LayerModel, Model, padded
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "f32"])
-def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
+def test_layer_by_layer_equals_the_model(tmp_path: Path, scheme: str) -> None:
     quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", scheme=scheme, group_size=32)
     ids = np.random.default_rng(0).integers(0, 250, 130)  # more than one native call holds
     with Model(tmp_path / "m.w4", threads=2) as model:
@@ -39,14 +39,14 @@ def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
             captured = one.run(hidden.copy(), capture=True)
             assert captured is not None
             inputs.append(captured)
-            after = {place: hidden.copy() for place in Captured._fields}
-            for place, x in after.items():  # as far as each place, the same rows
-                assert np.array_equal(one.observe(x, place), getattr(captured, place))
+            after = {hook: hidden.copy() for hook in Captured._fields}
+            for hook, x in after.items():  # as far as each hook, the same rows
+                assert np.array_equal(one.observe(x, hook), getattr(captured, hook))
             assert np.array_equal(after["qkv"], hidden)
             assert np.array_equal(after["o"], after["gate_up"])
-            for x, place in ((after["gate_up"].copy(), "gate_up"), (after["gate_up"].copy(), "down")):
-                assert np.array_equal(one.observe(x, place, attended=True), getattr(captured, place))
-                assert np.array_equal(x, after[place])
+            for x, hook in ((after["gate_up"].copy(), "gate_up"), (after["gate_up"].copy(), "down")):
+                assert np.array_equal(one.observe(x, hook, after_attention=True), getattr(captured, hook))
+                assert np.array_equal(x, after[hook])
             assert one.run(hidden) is None
             assert np.array_equal(after["down"], hidden)
             assert not np.array_equal(after["o"], hidden)
@@ -63,7 +63,7 @@ def test_layers_in_turn_are_the_model(tmp_path: Path, scheme: str) -> None:
         first = inputs[0]
         prefix = "model.layers.0.mlp."
         gate, up = (
-            kernels.product(first.gate_up, container.dequantize(f"{prefix}{part}_proj.weight"))
+            kernels.gemm_nt(first.gate_up, container.dequantize(f"{prefix}{part}_proj.weight"))
             for part in ("gate", "up")
         )
         biases = [f"{prefix}{part}_proj.bias" for part in ("gate", "up")]

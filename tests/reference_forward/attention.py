@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from reference_forward.arithmetic import F32, exp, f32, fma, softcap, sum16
 from reference_forward.config import Model
-from reference_forward.products import integers
+from reference_forward.gemm import integers
 from reference_forward.rope import Rope
 
-SPAN = 256
-PINNED = 16  # first positions that every query sees under a budget
+KV_SPLIT = 256
+SINK_TOKENS = 16  # first positions that every query sees under a budget
 LEAST_WINDOW = 64
 PASS = 120  # tokens of one pass
 
@@ -45,7 +45,7 @@ class Kept:
         return cls(x.astype(np.float16).astype(f32) if kind == "f16" else x, None)
 
 
-# ---- 5.1 Scores and spans ------------------------------------------------------------------------------------------
+# ---- 5.1 Scores and KV splits --------------------------------------------------------------------------------------
 
 
 def chain(a: F32, b: F32) -> F32:
@@ -56,22 +56,22 @@ def chain(a: F32, b: F32) -> F32:
     return s
 
 
-def attend(q: F32, keys: Kept, values: Kept, seen: npt.NDArray[np.bool_], rule: Rule, biases: Biases | None) -> F32:
-    """q: (n, n_heads, head_dim), of as many tokens as keys and values have; seen: (n, n). (n, n_heads, head_dim)."""
+def attend(q: F32, keys: Kept, values: Kept, visible: npt.NDArray[np.bool_], rule: Rule, biases: Biases | None) -> F32:
+    """q: (n, n_heads, head_dim), of as many tokens as keys and values have; visible: (n, n). (n, n_heads, head_dim)."""
     n_group = q.shape[1] // keys.rows.shape[1]
 
-    def of_heads(x: Any, span: slice) -> Any:  # a KV head's queries one after another
-        return None if x is None else np.repeat(x[span], n_group, axis=1)
+    def of_heads(x: Any, split: slice) -> Any:  # a KV head's queries one after another
+        return None if x is None else np.repeat(x[split], n_group, axis=1)
 
     tops, sums, outs = [], [], []
-    for start in range(0, len(keys.rows), SPAN):
-        span = slice(start, start + SPAN)
-        mask = seen[:, None, span]
-        score = chain(q, of_heads(keys.rows, span))
+    for start in range(0, len(keys.rows), KV_SPLIT):
+        split = slice(start, start + KV_SPLIT)
+        mask = visible[:, None, split]
+        score = chain(q, of_heads(keys.rows, split))
         if keys.scales is not None:
-            score = score * of_heads(keys.scales, span).T
+            score = score * of_heads(keys.scales, split).T
         if biases is not None:
-            score = score + chain(biases.queries, biases.positions[span, None])
+            score = score + chain(biases.queries, biases.positions[split, None])
         score = softcap(score * f32(rule.scale), rule.softcap)
         score = np.where(mask, score, f32(-np.inf))
         top = score.max(axis=2)
@@ -79,8 +79,8 @@ def attend(q: F32, keys: Kept, values: Kept, seen: npt.NDArray[np.bool_], rule: 
         tops.append(top)
         sums.append(sum16(p))
         if values.scales is not None:
-            p = p * of_heads(values.scales, span).T
-        out, v = np.zeros_like(q), of_heads(values.rows, span)
+            p = p * of_heads(values.scales, split).T
+        out, v = np.zeros_like(q), of_heads(values.rows, split)
         for j in range(len(v)):
             out = np.where(mask[..., j, None], fma(p[..., j, None], v[None, j], out), out)
         outs.append(out)
@@ -93,11 +93,11 @@ def join(tops: Sequence[F32], sums: Sequence[F32], outs: Sequence[F32], sinks: F
     total = np.zeros_like(top) if sinks is None else exp(sinks - top)
     out = np.zeros_like(outs[0])
     first = np.ones(top.shape, np.bool_)
-    for span_top, span_sum, span_out in zip(tops, sums, outs, strict=True):
-        some = span_sum != 0
-        w = exp(np.where(some, span_top - top, f32(0)))
-        total = np.where(some, total + span_sum * w, total)
-        x = span_out * w[..., None]
+    for split_top, split_sum, split_out in zip(tops, sums, outs, strict=True):
+        some = split_sum != 0
+        w = exp(np.where(some, split_top - top, f32(0)))
+        total = np.where(some, total + split_sum * w, total)
+        x = split_out * w[..., None]
         out = np.where(some[..., None], np.where(first[..., None], x, out + x), out)
         first &= ~some
     return out / total[..., None]
@@ -134,11 +134,11 @@ class Biases:
 # ---- 5.4 Windows and budgets ---------------------------------------------------------------------------------------
 
 
-def seen_by(n: int, window: int, budget: int) -> npt.NDArray[np.bool_]:
+def visible_to(n: int, window: int, budget: int) -> npt.NDArray[np.bool_]:
     """(n queries, n keys). window: of the layer, or 0; budget: the window of `--kv-memory`, or 0."""
     query, key = np.arange(n)[:, None], np.arange(n)[None]
     if budget and (not window or budget < window):
-        return (key <= query) & ((key > query - budget) | (key < PINNED))
+        return (key <= query) & ((key > query - budget) | (key < SINK_TOKENS))
     return (key <= query) & ((key > query - window) | (window == 0))
 
 
@@ -151,12 +151,12 @@ def window_within(nbytes: int, model: Model, kind: str, ctx: int) -> int:
     def session_nbytes(budget: int) -> int:
         total, size = 0, {"f32": 4, "f16": 2, "int8": 1}[kind]
         for layer in model.layers:
-            window, pinned = layer.window, 0
+            window, n_sink_tokens = layer.window, 0
             if budget and (not window or budget < window):
-                window, pinned = budget, PINNED
-            slots = up(ctx, SPAN)
+                window, n_sink_tokens = budget, SINK_TOKENS
+            slots = up(ctx, KV_SPLIT)
             if window:
-                slots = min(slots, up(pinned + window - 1 + PASS, SPAN))
+                slots = min(slots, up(n_sink_tokens + window - 1 + PASS, KV_SPLIT))
             a_token = (model.head_dim + up(model.head_dim, 16)) * size + (8 if kind == "int8" else 0)
             total += model.n_kv_heads * slots * a_token
         return total

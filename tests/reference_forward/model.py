@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from reference_forward.arithmetic import F32, exp, f32, fma, hexadecimal, rmsnorm, softcap, sum16
-from reference_forward.attention import Biases, Kept, Rule, attend, seen_by, window_within
+from reference_forward.attention import Biases, Kept, Rule, attend, visible_to, window_within
 from reference_forward.config import Layer, read_config
-from reference_forward.products import Matrix, multiply, read_matrices
+from reference_forward.gemm import Matrix, multiply, read_matrices
 from reference_forward.rope import Rope
 from w4conv.container import Container
 
@@ -119,7 +119,7 @@ class ReferenceModel:
             q,
             Kept.of(k, self.kv),
             Kept.of(v, self.kv),
-            seen_by(n, layer.window, self.budget),
+            visible_to(n, layer.window, self.budget),
             Rule(c.attention_scale, c.attention_softcap, self.vector(f"{at}sinks")),
             biases,
         )
@@ -198,6 +198,8 @@ def activation(kind: str, g: F32, u: F32) -> F32:
     if kind == "gelu":
         y = GELU_SCALE * fma(g * g * GELU_CUBE, g, g)
         return g / (f32(1) + exp(-y)) * u
+    if kind != "clamped":
+        raise ValueError(f"no such activation: {kind}")
     g = np.where(g > f32(7), f32(7), g)
     u = np.where(u < f32(-7), f32(-7), np.where(u > f32(7), f32(7), u))
     return g / (f32(1) + exp(-(CLAMPED_SCALE * g))) * (u + f32(1))

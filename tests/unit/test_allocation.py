@@ -150,13 +150,13 @@ def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypat
     text = tmp_path / "text.txt"
     text.write_text(WORDS * 60)
     kept: dict[str, Any] = {}
-    original = sensitivity.Sensitivity.from_text
+    original = sensitivity.Sensitivity.from_calibration_set
 
     def watched(self: Any, spec: Any, sequences: Any) -> Any:
         kept["losses"], kept["sequences"] = original(self, spec, sequences), sequences
         return kept["losses"]
 
-    monkeypatch.setattr(sensitivity.Sensitivity, "from_text", watched)
+    monkeypatch.setattr(sensitivity.Sensitivity, "from_calibration_set", watched)
     report = quantize(model, tmp_path / "out.w4", target_bpw=5, calibration=text, method="search", **TEXT)
     assert report.bits_per_weight <= 5
     some = kept["sequences"][np.unique(np.arange(4) * len(kept["sequences"]) // 4)]

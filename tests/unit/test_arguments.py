@@ -106,7 +106,7 @@ COUNTS: dict[str, Callable[[Place, Any], object]] = {
     "bench rounds": lambda p, n: p.bench(rounds=n),
     "bench context": lambda p, n: p.bench(context=n),
     "bench threads": lambda p, n: p.bench(threads=n),
-    "kernels": lambda _, n: kernels.product(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), threads=n),
+    "kernels": lambda _, n: kernels.gemm_nt(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), threads=n),
 }
 # Where 0 means something of its own; elsewhere it is refused too, and is never the default.
 ZERO = ("quantize group_size", "quantize gptq_zero15", "generate max_tokens", "generate_text", "logits", "append",

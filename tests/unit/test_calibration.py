@@ -17,8 +17,8 @@ from w4conv.commands.verify import verify
 from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization import calibrated
-from w4conv.quantization.calibrated import Inputs, Lack, output_error, solve
-from w4conv.quantization.scores import Turns
+from w4conv.quantization.calibrated import Inputs, OutputResidual, output_error, solve
+from w4conv.quantization.query_moments import RopeAverage
 from w4conv.runtime.layers import LayeredSource
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources import open_source
@@ -52,7 +52,7 @@ def problem(n_rows: int, n_columns: int, *, seed: int = 0) -> tuple[Any, Inputs,
     return w, Inputs(*(second(x) for x in (fit, held_out))), held_out
 
 
-def restored(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
+def dequantized(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
     parts = {kind: kernels.as_bytes(part) for kind, part in solution.parts().items()}
     return codes.dequantize(scheme, shape, parts)
 
@@ -67,16 +67,16 @@ def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
     found = {method: solve(w, inputs, scheme, method) for method in calibrated.METHODS}
     packed = kernels.quantize_rtn(w, "F32", scheme)
     plain = codes.dequantize(scheme, w.shape, {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()})
-    assert np.array_equal(restored(found["rtn"], scheme, w.shape), plain)
+    assert np.array_equal(dequantized(found["rtn"], scheme, w.shape), plain)
     for s in found.values():
-        wanted, got = x @ w.T.astype(np.float64), x @ restored(s, scheme, w.shape).T.astype(np.float64)
+        wanted, got = x @ w.T.astype(np.float64), x @ dequantized(s, scheme, w.shape).T.astype(np.float64)
         np.testing.assert_allclose(s.error, np.square(got - wanted).mean() / np.square(wanted).mean(), rtol=1e-3)
     assert found["search"].error <= found["rtn"].error
     assert found["gptq"].error < 0.8 * found["rtn"].error
     assert found["best"].error == min(s.error for s in found.values())
 
 
-def test_outputs_of_other_inputs_are_aimed_at() -> None:
+def test_output_residual() -> None:
     """The matrix reads x, and is to give what w gives of y and some more: its loss is what it differs from that."""
     w, _, _ = problem(20, 48)
     rng = np.random.default_rng(5)
@@ -87,49 +87,49 @@ def test_outputs_of_other_inputs_are_aimed_at() -> None:
         y = x + 0.3 * np.roll(x, 1, axis=1) + 0.1 * rng.standard_normal(x.shape)
         xs.append(x.astype(np.float64))
         missing.append((y - x) @ w.T.astype(np.float64) + 0.2 * x[:, :20])
-    lacks = [(m.T @ x / len(x)).astype(np.float32) for m, x in zip(missing, xs, strict=True)]
-    inputs, lack = Inputs(*(second(x) for x in xs)), Lack(*lacks)
-    expected = np.linalg.solve(inputs.damped.astype(np.float64), lack.fit.T.astype(np.float64)).T
-    np.testing.assert_allclose(inputs.solve(lack.fit), expected, rtol=1e-3, atol=1e-4)
+    residuals = [(m.T @ x / len(x)).astype(np.float32) for m, x in zip(missing, xs, strict=True)]
+    inputs, residual = Inputs(*(second(x) for x in xs)), OutputResidual(*residuals)
+    expected = np.linalg.solve(inputs.damped.astype(np.float64), residual.fit.T.astype(np.float64)).T
+    np.testing.assert_allclose(inputs.solve(residual.fit), expected, rtol=1e-3, atol=1e-4)
 
     def error(s: Any) -> Any:  # on the tokens held out
-        return np.square(xs[1] @ (restored(s, int4(32), w.shape) - w).T - missing[1]).sum(axis=1).mean()
+        return np.square(xs[1] @ (dequantized(s, int4(32), w.shape) - w).T - missing[1]).sum(axis=1).mean()
 
-    aimed, local = (solve(w, inputs, int4(32), "gptq", lack=a) for a in (lack, None))
-    assert error(aimed) < 0.3 * error(local)
+    aware, local = (solve(w, inputs, int4(32), "gptq", residual=a) for a in (residual, None))
+    assert error(aware) < 0.3 * error(local)
     nothing, power = np.square(missing[1]).sum(axis=1).mean(), np.square(xs[1] @ w.T).sum(axis=1).mean()
-    np.testing.assert_allclose(aimed.error, (error(aimed) - nothing) / power, rtol=1e-3)
+    np.testing.assert_allclose(aware.error, (error(aware) - nothing) / power, rtol=1e-3)
 
 
-def test_errors_of_a_head_count_together() -> None:
+def test_query_moments_weight_the_errors_of_a_head() -> None:
     """What counts is what outputs make of the vectors that they are multiplied with; here these are much alike."""
     w, inputs, x = problem(24, 96)
     rng = np.random.default_rng(7)
     vectors = rng.standard_normal((2, 500, 12)) + 6 * rng.standard_normal((2, 1, 12))
-    met = np.stack([second(v) for v in vectors])
+    queries = np.stack([second(v) for v in vectors])
 
     def error(s: Any) -> Any:
-        e = (restored(s, int4(32), w.shape) - w).reshape(2, 12, 96).astype(np.float64)
+        e = (dequantized(s, int4(32), w.shape) - w).reshape(2, 12, 96).astype(np.float64)
         return sum(np.square(x @ own.T @ v.T).mean() for own, v in zip(e, vectors, strict=True))
 
-    together, apart = solve(w, inputs, int4(32), "gptq", met=met), solve(w, inputs, int4(32), "gptq")
+    together, apart = solve(w, inputs, int4(32), "gptq", query_moments=queries), solve(w, inputs, int4(32), "gptq")
     assert together.method == "gptq"
     assert error(together) < 0.3 * error(apart)
     power = sum(np.square(x @ own.T @ v.T).mean() for own, v in zip(w.reshape(2, 12, 96), vectors, strict=True))
     np.testing.assert_allclose(together.error, error(together) / power, rtol=1e-3)
-    alike = solve(w, inputs, int4(32), "gptq", met=np.stack([np.eye(12, dtype=np.float32)] * 2))
-    assert np.array_equal(restored(alike, int4(32), w.shape), restored(apart, int4(32), w.shape))
+    alike = solve(w, inputs, int4(32), "gptq", query_moments=np.stack([np.eye(12, dtype=np.float32)] * 2))
+    assert np.array_equal(dequantized(alike, int4(32), w.shape), dequantized(apart, int4(32), w.shape))
 
 
-def test_keys_are_rounded_for_the_queries_they_meet(
+def test_keys_are_rounded_by_rope_averaged_query_moments(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_llama_dir(tmp_path / "model", dtype="F32", architecture="Qwen2ForCausalLM", layers=1)
     found: list[tuple[Any, Any]] = []
 
-    def keep(w: Any, *args: Any, met: Any, **options: Any) -> Any:
-        found.append((w, met))
-        return solve(w, *args, met=met, **options)
+    def keep(w: Any, *args: Any, query_moments: Any, **options: Any) -> Any:
+        found.append((w, query_moments))
+        return solve(w, *args, query_moments=query_moments, **options)
 
     monkeypatch.setattr("w4conv.calibration.calibrator.solve", keep)
     quantize(model, tmp_path / "o.w4", calibration=text, embeddings="f32", group_size=32, **SMALL)
@@ -140,25 +140,25 @@ def test_keys_are_rounded_for_the_queries_they_meet(
         sequences = read_calibration(text, source.blobs, layers.spec, tokens=512, ctx=32).sequences
         inputs = [layers.layer(0).model.observe(layers.embed(s), "qkv") for s in sequences[::4]]
         heads = (np.concatenate(inputs) @ w.T + bias).reshape(-1, 2, 2, 16)  # two query heads share a head of keys
-        turns = Turns(layers.spec, 0, 32)
-    expected = [turns.mean(second(heads[:, i].reshape(-1, 16))) for i in range(2)]
+        rope_average = RopeAverage(layers.spec, 0, 32)
+    expected = [rope_average.mean(second(heads[:, i].reshape(-1, 16))) for i in range(2)]
     np.testing.assert_allclose(found[1][1], expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(found[1][0], keys)
-    assert all(met is None for _, met in (found[0], *found[2:]))
+    assert all(queries is None for _, queries in (found[0], *found[2:]))
 
 
-def test_rows_are_fed_back_as_columns_are() -> None:
+def test_rows_get_the_update_that_columns_get() -> None:
     """The last row of a head is rounded for what the errors of all others call for."""
     w, inputs, _ = problem(8, 64)
-    met = second(np.random.default_rng(8).standard_normal((40, 8)) @ np.diag(range(1, 9)))  # rows are in order
-    s = solve(w, inputs, int4(32), "gptq", met=met[None])
-    e = restored(s, int4(32), w.shape).astype(np.float64) - w
-    damped = met.astype(np.float64) + np.eye(8) * np.diag(met).mean() * calibrated.MET_DAMPING_PERCENT / 100
-    aim = (
+    queries = second(np.random.default_rng(8).standard_normal((40, 8)) @ np.diag(range(1, 9)))  # rows are in order
+    s = solve(w, inputs, int4(32), "gptq", query_moments=queries[None])
+    e = dequantized(s, int4(32), w.shape).astype(np.float64) - w
+    damped = queries.astype(np.float64) + np.eye(8) * np.diag(queries).mean() * calibrated.QUERY_DAMPING_PERCENT / 100
+    target = (
         w[0] - np.linalg.solve(damped[:1, :1], damped[:1, 1:] @ e[1:])[0]
     )  # the best of the first row, given all others
-    last = solve(aim[None].astype(np.float32), inputs, int4(32), "gptq")
-    assert np.array_equal(restored(last, int4(32), (1, 64))[0], restored(s, int4(32), w.shape)[0])
+    last = solve(target[None].astype(np.float32), inputs, int4(32), "gptq")
+    assert np.array_equal(dequantized(last, int4(32), (1, 64))[0], dequantized(s, int4(32), w.shape)[0])
 
 
 def test_a_method_that_fits_only_its_own_tokens_is_not_kept() -> None:
@@ -181,7 +181,7 @@ def test_damping_serves_other_tokens() -> None:
     for percent in (1, calibrated.DAMPING_PERCENT):
         s = solve(w, Inputs(fit, fit, damping_percent=percent), int4(32), "gptq")
         assert s.method == "gptq"
-        errors.append(output_error(restored(s, int4(32), w.shape) - w, other))
+        errors.append(output_error(dequantized(s, int4(32), w.shape) - w, other))
     assert errors[1] < 0.9 * errors[0]
 
 
@@ -194,7 +194,7 @@ def test_channels_that_are_never_active() -> None:
     nothing = Inputs(*np.zeros((2, 64, 64), np.float32))
     s = solve(w, nothing, int4(32), "gptq")
     assert s.error == 0
-    np.testing.assert_allclose(restored(s, int4(32), w.shape), w, atol=0.35)
+    np.testing.assert_allclose(dequantized(s, int4(32), w.shape), w, atol=0.35)
 
 
 def test_moments_of_deficient_rank() -> None:

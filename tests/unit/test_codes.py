@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from w4files import ALL_SCHEMES, SCHEMES_OF_1_1, as_bytes, random_parts
 
 from w4conv import codes, scheme
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import UsageError
 from w4conv.scheme import QuantScheme
 
@@ -151,7 +152,7 @@ def test_unpack_inverts_pack(coding: QuantScheme, shape: tuple[int, int, int], s
     rng = np.random.default_rng(seed)
     dtype = np.dtype("u1") if coding.bits == 4 else np.dtype("i1")
     if coding.is_float:
-        dtype = codes.VALUE_DTYPES[coding.kind]
+        dtype = VALUE_DTYPES[coding.kind.upper()]
     original = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
     if coding.bits == 4:
         original = original & 15

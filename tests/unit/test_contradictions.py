@@ -113,10 +113,17 @@ ADAPTERS = [
 ]  # fmt: skip
 
 
-def rewritten(directory: Path, change: Any) -> None:
+Tensors = dict[str, Any]
+
+
+def loaded(directory: Path) -> Tensors:
     with safe_open(directory / "model.safetensors", "numpy") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-    write_safetensors(directory / "model.safetensors", {name: ("F16", a) for name, a in change(tensors).items()})
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+
+
+def rewritten(directory: Path, change: Any) -> None:
+    tensors = change(loaded(directory))
+    write_safetensors(directory / "model.safetensors", {name: ("F16", a) for name, a in tensors.items()})
 
 
 @pytest.mark.parametrize("how", RENAMED)

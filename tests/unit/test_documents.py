@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
@@ -20,12 +21,19 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "formats").rglob("*.md")])
 PICTURES = sorted(DOCS.glob("*.svg"))
 # Pages that say what is. What was belongs to decisions.
-PRESENT = ("README.md", "docs/accuracy.md", "docs/performance.md", "docs/architecture.md", "docs/tutorial.md")
-# Left column of the table of words: what a field engineer would have to decode.
+PRESENT = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+# Replaced by the words of docs/glossary.md: a field engineer would have to decode them.
 PRIVATE_WORDS = (
-    "add_products", "digits of base", "octet", "lacks", "the model as it was", "branch off", "round_with_feedback",
-    "in form", "without a text", "spans", "folded lanes", "lost pages", "for want of",
+    "add_products", "digits of base", "octet", "the model as it was", "branch off", "round_with_feedback",
+    "in form", "without a text", "spans", "folded lanes", "lost pages", "for want of", "hidden rows", "of those that",
+    "remade", "rounded with feedback", "pinned",
 )  # fmt: skip
+# The same as whole identifiers, and as parts of identifiers.
+PRIVATE_NAMES = {
+    "add_products", "products", "round_with_feedback", "is_shifted", "Turns", "explain_lost_pages", "attended",
+    "of_place", "PLACES",
+}  # fmt: skip
+PRIVATE_PARTS = {"lack", "lows", "aim", "aimed", "met", "remade", "remake", "octet", "octets", "pinned", "spans"}
 HISTORY = ("before that", "in an earlier state", "last time", "used to ", "than before", "aimed at,", "was aimed at")
 
 
@@ -52,11 +60,49 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file.read_text()), f"{name(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", PRESENT)
-def test_pages_that_say_what_is(page: str) -> None:
-    text = " ".join((ROOT / page).read_text().lower().split())
+@pytest.mark.parametrize("page", PRESENT, ids=name)
+def test_pages_that_say_what_is(page: Path) -> None:
+    text = " ".join(page.read_text().lower().split())
     assert [word for word in PRIVATE_WORDS if re.search(rf"\b{re.escape(word)}\b", text)] == []
     assert [word for word in HISTORY if word in text] == []
+
+
+def identifiers(code: str) -> set[str]:
+    """Names that Python code defines or uses, but those of the native module."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="_native")):
+                pass
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
+                found.add(word)
+            case ast.FunctionDef(name=word) | ast.ClassDef(name=word) | ast.alias(name=word):
+                found.add(word)
+    return found
+
+
+def private(words: set[str]) -> list[str]:
+    return sorted(w for w in words if w.strip("_") in PRIVATE_NAMES or PRIVATE_PARTS & set(w.lower().split("_")))
+
+
+@pytest.mark.parametrize("folder", ["w4conv", "tests/reference_forward"])
+def test_identifiers_are_words_of_the_glossary(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        assert private(identifiers(path.read_text())) == [], f"{name(path)}: docs/glossary.md has the words to use"
+
+
+def test_private_identifiers_are_found() -> None:
+    code = "def round_with_feedback(lows, *, met): _native.products(lows); x.is_shifted = Turns; allow = metric = 1"
+    assert private(identifiers(code)) == ["Turns", "is_shifted", "lows", "met", "round_with_feedback"]
+
+
+def test_the_glossary_is_one_line_a_term() -> None:
+    page = (DOCS / "glossary.md").read_text()
+    terms = re.findall(r"^- (\*\*.*)$", page, re.MULTILINE)
+    assert len(terms) > 50
+    assert [line for line in page.splitlines() if line and not line.startswith(("- **", "#", "One word"))] == []
+    for other in ("architecture.md", "contributing.md"):
+        assert "(glossary.md)" in (DOCS / other).read_text()
 
 
 def test_the_readme_is_short() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import w4conv
 PACKAGE = Path(w4conv.__file__).parent
 # Rooms, and the modules beside them, lowest first. A room imports from itself and from what stands before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("arrays", "errors", "progress"),
     ("arguments", "elementary", "scheme", "sizes", "workers"),
     ("codes", "cpus"),
     ("files",),
@@ -97,6 +98,32 @@ def test_the_table_of_rooms() -> None:
     page = PAGE.read_text()
     assert BEGIN in page
     assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run: python tests/unit/test_house.py"
+
+
+def module_imports() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, for types only too. Without the package itself, whose names
+    are lazy."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {full if full in modules else node.module for full in inside.values()}
+        found[module] = (names & set(modules)) - {module, "w4conv"}
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    edges = module_imports()
+    assert len(edges) > 100
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names one
 
 
 @pytest.mark.parametrize("library", ["typer", "tqdm", "click"])

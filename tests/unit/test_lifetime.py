@@ -189,13 +189,13 @@ SCENARIOS = {
     """,
     "forked": """
         model = Model(path, threads=2); session = model.session(); session.append(IDS[:10])
-        ones = np.ones((64, 64), np.float32); kernels.product(ones, ones, threads=2)
+        ones = np.ones((64, 64), np.float32); kernels.gemm_nt(ones, ones, threads=2)
         for n in range(3):
             child = os.fork()
             if child == 0:
                 try:
                     same(model.logits(IDS)); same(session.append(IDS[10:]))
-                    kernels.product(ones, ones, threads=2)
+                    kernels.gemm_nt(ones, ones, threads=2)
                     assert len(os.listdir("/proc/self/task")) > 1, "the child works with as many threads"
                     model.close(); closed(session.append, [1]); del model, session; gc.collect()
                     os._exit(0)

@@ -22,7 +22,7 @@ from w4conv import elementary
 from w4conv.measure.divergence import Comparison, kullback_leibler, log_softmax
 from w4conv.measure.perplexity import estimate, increase, negative_log_likelihoods
 from w4conv.models.rope import RopeSpec
-from w4conv.quantization.scores import Turns
+from w4conv.quantization.query_moments import RopeAverage
 from w4conv.runtime.sampling import Sampler
 
 F64 = npt.NDArray[np.float64]
@@ -46,12 +46,11 @@ def spread_nlls() -> F64:
     return negative_log_likelihoods(logits(), np.arange(12) * 999)
 
 
-def turned() -> F64:
+def query_moments() -> F64:
     spec = type("Spec", (), {
-        "rope_index": lambda self, layer: 0, "window": lambda self, layer: 0, "head_dim": 32, "rope": RopeSpec(1e4),
-        "local_rope": None,
+        "rope_index": lambda self, layer: 0, "window": lambda self, layer: 0, "head_dim": 32, "ropes": (RopeSpec(1e4),),
     })()  # fmt: skip
-    return Turns(spec, 0, 200).mean(np.arange(32 * 32, dtype=np.float32).reshape(32, 32))
+    return RopeAverage(spec, 0, 200).mean(np.arange(32 * 32, dtype=np.float32).reshape(32, 32))
 
 
 def converted(**options: object) -> str:
@@ -79,7 +78,7 @@ MEASURES: dict[str, Callable[[], object]] = {
     "draws": lambda: [Sampler(temperature=0.9, seed=3)(row) for row in logits()],
     "frequencies": lambda: RopeSpec(1e6, "llama3", 8.0, 1.0, 4.0, 8192).inverse_frequencies(128),
     "dynamic frequencies": lambda: RopeSpec(1e4, "dynamic", 4.0, original_max_positions=512).tables(128, 2048),
-    "turns of queries": turned,
+    "query second moments": query_moments,
     **{
         f"container: {method}": functools.partial(converted, method=method, group_size=32)
         for method in ("search", "awq", "gptq", "best")

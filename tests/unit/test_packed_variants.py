@@ -77,7 +77,7 @@ def test_compressed_tensors_own_compressor(tmp_path: Path, strategy: str, symmet
     assert all(same(found[name], want[name]) for name in want)
     if not symmetric:
         group["weights"]["symmetric"] = True
-        with pytest.raises(InputError, match="has zero points, but config_groups say symmetric"):
+        with pytest.raises(InputError, match="has zero points, but quantization_config says symmetric"):
             open_source(write(tmp_path / "n", settings, encode))
 
 

@@ -15,7 +15,8 @@ from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.models import parse_config
 from w4conv.models.spec import ModelSpec
-from w4conv.quantization.recipe import KINDS, SCHEMES, built_in_recipes, make_recipe, read_rules
+from w4conv.quantization.recipe import built_in_recipes, make_recipe, read_rules
+from w4conv.scheme import TENSOR_WORDS
 
 DOWN, V = "model.layers.{}.mlp.down_proj.weight", "model.layers.{}.self_attn.v_proj.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -92,7 +93,7 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path, text: str, message: str)
         ('linear = {bits = 4}', "unknown key 'bits'; there are scheme, group and method"),
         ('linear = {scheme = "int3"}', "scheme is 'int3', expected one of int4"),
         ('linear = {scheme = "w4a16"}', "scheme is 'w4a16'"),
-        ('linear = {group = 48}', "group is 48, expected 32, 64"),
+        ('linear = {group = 48}', "group is 48, expected one of 32, 64"),
         ('linear = {group = true}', "group is True"),
         ('linear = {scheme = "f16", group = 64}', "scheme f16 has no groups"),
         ('linear = {scheme = "keep", group = 64}', "scheme keep has no groups"),
@@ -126,8 +127,7 @@ def test_built_in_recipes_are_told_and_fit_any_model() -> None:
         for tied in (False, True):
             make_recipe("w4a16", rules=read_rules(name)).choices(spec(tied=tied))
     assert {name for name, _ in built_in_recipes()} == set(command.RECIPES)
-    assert set(command.SCHEMES) == set(SCHEMES)
-    assert set(command.EMBEDDINGS) == set(KINDS)
+    assert set(command.EMBEDDINGS) == set(TENSOR_WORDS)
 
 
 def test_a_conversion_by_recipe(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_methods_for_each_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "calibrated", "message"),
     [
-        ('linear = {method = "gptq"}', False, "method gptq for .*q_proj.weight needs a text"),
+        ('linear = {method = "gptq"}', False, "method gptq for .*q_proj.weight needs a calibration set"),
         ('embedding = {method = "gptq"}', True, "method gptq for model.embed_tokens.weight, embedding as int8"),
         ('"*.v_proj.weight" = {scheme = "f16", method = "search"}', True, "linear as f16; calibrated are"),
         ('linear = {method = "magic"}', True, "unknown method 'magic'"),

@@ -21,7 +21,7 @@ import os, sys
 from w4conv import kernels
 from w4conv.container import open_container
 if sys.argv[2] == "guard":
-    kernels.explain_lost_pages()
+    kernels.explain_sigbus()
 view = open_container(sys.argv[1]).part("large", "values")
 os.truncate(sys.argv[1], 8192)
 print(view.max())
@@ -57,7 +57,7 @@ def test_a_file_that_is_replaced_stays_as_it_was(path: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("guard", ["guard", "none"])
-def test_lost_pages_end_a_command_with_a_message(path: Path, guard: str) -> None:
+def test_sigbus_after_truncation_ends_a_command_with_a_message(path: Path, guard: str) -> None:
     run = subprocess.run([sys.executable, "-c", CHILD, str(path), guard], capture_output=True, text=True)
     if guard == "none":  # what would be: else the other case would prove nothing
         assert run.returncode == -signal.SIGBUS

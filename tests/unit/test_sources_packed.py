@@ -488,7 +488,7 @@ def put(name: str, dtype: str, array: NDArray[Any]) -> Callable[[Raw], object]:
         ({**GPTQ, "quant_method": "awq", "version": "gemv"}, None, "'gemv' is not supported"),
         ({**CT, "format": "nvfp4-pack-quantized"}, None, "'nvfp4-pack-quantized' is not supported"),
         ({"quant_method": "bitsandbytes"}, None, "no tensor is stored so"),
-        ({"quant_method": "fp8"}, None, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, None, "weight_block_size"),
         ({"quant_method": "auto-round", "packing_format": "x"}, None, "packing_format 'x'"),
     ],
 )

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from w4conv import kernels
 from w4conv.calibration.imatrix import ImportanceMatrix
-from w4conv.calibration.sensitivity import PLACE_WEIGHTS, Sensitivity
+from w4conv.calibration.sensitivity import PART_WEIGHTS, Sensitivity
 from w4conv.calibration.statistics import SavedStatistics
 from w4conv.calibration.text import read_calibration
 from w4conv.commands.calibrate import calibrate
@@ -96,7 +96,7 @@ def test_bytes_depend_on_neither_threads_nor_tier(
 
 def test_moments_without_those_of_pairs(files: dict[bool, Path]) -> None:
     """The same diagonal; of different channels the products of their means."""
-    whole, plain = (SavedStatistics(files[full]).of_place(1, "down") for full in (True, False))
+    whole, plain = (SavedStatistics(files[full]).at_hook(1, "down") for full in (True, False))
     for a, b, mean in zip(whole.second_moments(), plain.second_moments(), plain.mean, strict=True):
         np.testing.assert_allclose(np.diag(a), np.diag(b), rtol=1e-4)
         off = ~np.eye(len(b), dtype=bool)
@@ -173,7 +173,7 @@ def test_a_budget_of_bits(files: dict[bool, Path], model: Path, tmp_path: Path) 
         q = quantize_rtn(w.astype(np.float32), scheme)
         e = q.q * np.repeat(q.scales.astype(np.float64), scheme.group_size, axis=1)[:, : w.shape[1]] - w
         relative = (np.square(e) * squares).sum() / (np.square(w) * squares).sum()
-        np.testing.assert_allclose(loss, PLACE_WEIGHTS["down_proj"] * relative, rtol=1e-4)
+        np.testing.assert_allclose(loss, PART_WEIGHTS["down_proj"] * relative, rtol=1e-4)
 
 
 def changed(path: Path, out: Path, name: str, change: Any = None, **about: str) -> Path:
@@ -279,7 +279,7 @@ def test_importance_matrices(files: dict[bool, Path], model: Path, tmp_path: Pat
         opened = ImportanceMatrix(path)
         opened.check(source, LayeredSource(source).spec)
         for place in GGUF_NAMES:
-            found = opened.of_place(1, place).mean_square
+            found = opened.at_hook(1, place).mean_square
             wanted = load_file(files[False])[f"layers.1.{place}.mean_square"][:1]
             np.testing.assert_allclose(found, np.repeat(wanted, 2, axis=0), rtol=1e-6)
     for name, calibration in (("a", path), ("b", files[False])):

@@ -45,14 +45,14 @@ CALLS = {
     "model": "Model(path, threads=8)",
     "layer": "LayeredContainer(w4conv.open(path)).layer(0, threads=8)",
     "head": "LayeredContainer(w4conv.open(path)).head(threads=8)",
-    "product": "kernels.product(ones, ones, threads=8)",
+    "gemm_nt": "kernels.gemm_nt(ones, ones, threads=8)",
     "pack_float": 'kernels.pack_float(ones, "F32", F32, threads=8)',
     "compare": "kernels.compare(ones, ones, 32, threads=8)",
     "dequantize": 'kernels.dequantize(F32, (64, 64), {"values": lines}, threads=8)',
     "matmul": 'kernels.matmul(F32, (64, 64), {"values": lines}, ones, threads=8)',
     "read": "kernels.read(np.zeros(1 << 22, np.uint8), threads=8)",
     "multiply_registers": 'kernels.multiply_registers(operands="float", threads=8)',
-    "add_products": "kernels.add_products(ones, ones, np.zeros((64, 64), np.float32), threads=8)",
+    "gemm_tn": "kernels.gemm_tn(ones, ones, np.zeros((64, 64), np.float32), threads=8)",
     "factor": "kernels.factor(ones, np.arange(64), np.ones(64, np.float32), threads=8)",
 }
 COMMANDS = {
@@ -95,7 +95,7 @@ def run(*command: object, shim: Path | None, **variables: str) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize(("call", "n_started"), [*((call, 3) for call in CALLS), ("model", 0), ("product", 6)])
+@pytest.mark.parametrize(("call", "n_started"), [*((call, 3) for call in CALLS), ("model", 0), ("gemm_nt", 6)])
 def test_calls_name_the_threads_and_work_with_fewer(
     call: str, n_started: int, shim: Path, places: tuple[Path, Path]
 ) -> None:
@@ -133,7 +133,7 @@ import resource
 shape = (64, 1 << 20)
 lines = np.zeros((4, 1 << 20, 16), np.uint32)
 scheme, threads = F32, {n_threads}
-kernels.product(np.ones((64, 64), np.float32), np.ones((64, 64), np.float32), threads=threads)
+kernels.gemm_nt(np.ones((64, 64), np.float32), np.ones((64, 64), np.float32), threads=threads)
 out = np.empty(shape, np.float32)
 parts = kernels.matrix_parts(scheme, shape, {{"values": lines}})
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -1,1 +1,1 @@
-"""What the matrices of a model read, observed on a text, and rounding that minds it."""
+"""Calibration: activations are observed on a calibration set; matrices are rounded for them."""

@@ -1,7 +1,8 @@
 """The importance matrix of llama.cpp (`llama-imatrix`, a GGUF file) as statistics: mean squares of channels.
 
-Of each matrix NAME it has two F32 tensors: NAME.in_sum2, sums over tokens of the squares of what it reads, and
-NAME.counts, over how many. Means of channels are not in it; nor is a text to judge by, so the same squares do.
+It has two F32 tensors for each matrix NAME: NAME.in_sum2, the sum over tokens of the squares of its inputs, and
+NAME.counts, the number of tokens. It has no means of channels and no held-out tokens: the same squares
+serve for both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from w4conv.calibration.statistics import HEAD, F32Array, PlaceStatistics, Statistics, file_digest, n_channels
+from w4conv.calibration.statistics import HEAD, F32Array, HookStatistics, Statistics, file_digest, n_channels
 from w4conv.errors import InputError
 from w4conv.files.mapped import MappedFile
 from w4conv.models.spec import READS, ModelSpec
@@ -23,7 +24,7 @@ _F32: Final = 0
 
 
 class ImportanceMatrix(Statistics):
-    """Opened; nothing but the mapping is held."""
+    """An open file; only the mapping is held."""
 
     full = False
 
@@ -49,16 +50,16 @@ class ImportanceMatrix(Statistics):
                 self._names.setdefault((t.layer, READS[t.part]), f"blk.{t.layer}.{modules[module]}.weight")
         tensors = spec.tensors()
         self._names[None, HEAD] = top[tensors[0 if spec.tied_head else -1].name]
-        for (layer, place), name in self._names.items():
+        for (layer, hook), name in self._names.items():
             if layer is not None:
                 n = len(self._mean_square(name))
-                if n != n_channels(spec, place):
-                    raise InputError(f"{wrong}: {name} reads {n} channels in it, and {n_channels(spec, place)} here")
+                if n != n_channels(spec, hook):
+                    raise InputError(f"{wrong}: {name} reads {n} channels in it, and {n_channels(spec, hook)} here")
 
-    def of_place(self, layer: int | None, place: str) -> PlaceStatistics:
-        squares = self._mean_square(self._names[layer, place])
+    def at_hook(self, layer: int | None, hook: str) -> HookStatistics:
+        squares = self._mean_square(self._names[layer, hook])
         both = np.stack([squares, squares])
-        return PlaceStatistics(np.zeros_like(both), both)
+        return HookStatistics(np.zeros_like(both), both)
 
     def record(self) -> dict[str, Any]:
         return {"imatrix_blake3": self.digest} | {
@@ -69,7 +70,7 @@ class ImportanceMatrix(Statistics):
     def _mean_square(self, name: str) -> F32Array:
         sums, counts = (self._values(f"{name}.{kind}") for kind in ("in_sum2", "counts"))
         if len(counts) != 1 or not np.isfinite(sums).all() or not (sums >= 0).all() or not counts[0] >= 1:
-            raise InputError(f"{self.path}: {name}: its sums or their count are no such; the file is damaged")
+            raise InputError(f"{self.path}: {name}: its sums or their count are not valid; the file is damaged")
         return np.asarray(sums / counts[0], np.float32)
 
     def _values(self, name: str) -> F32Array:

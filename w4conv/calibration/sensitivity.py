@@ -1,10 +1,11 @@
-"""How much each matrix of a model loses with each scheme of a menu: what a budget of bits is spent by.
+"""Sensitivity: the loss of each matrix with each scheme of a menu. The allocation of bits minimizes their sum.
 
-With a text, in nats of divergence: of each layer, with all its matrices coded by the smallest scheme and all others
-exact, the divergence of the model's outputs; shared out among the matrices by the error that each alone makes in the
-hidden rows that the layer gives; and for the other schemes of a matrix in proportion to the error of its weights, each
-column weighted by the mean square of its inputs. Without a text: the error of the weights relative to the weights,
-times how much matrices of that place have been found to matter (PLACE_WEIGHTS).
+With a calibration set, the loss is KLD in nats. It is measured for each layer: the layer is coded with the smallest
+scheme, all others are exact. It is split among the matrices of the layer in proportion to the error that each alone
+causes in the layer's output. For larger schemes it scales with the error of the weights, each column weighted by the
+mean square of its inputs.
+
+Data-free, the loss is the relative error of the weights times a weight by part (PART_WEIGHTS).
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ IntArray = npt.NDArray[np.int64]
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 N_SEQUENCES: Final = 4
 SEQUENCE_TOKENS: Final = 128  # of each, at most
-_SCORED_EVERY: Final = 2  # of its positions, the logits are compared at one in so many
-_SAMPLED_ROWS: Final = 1024  # of a matrix, by which its weights' errors are judged, in runs of 16
-# Divergence for the same relative error of the weights, as measured on SmolLM2-135M; q_proj is 1. Of the ends, a layer.
-PLACE_WEIGHTS: Final[Mapping[str, float]] = {
+_SCORED_EVERY: Final = 2  # logits are compared at one position in so many
+_SAMPLED_ROWS: Final = 1024  # the error of weights is measured on so many rows of a matrix, in runs of 16
+# KLD for the same relative error of the weights, relative to q_proj, measured on SmolLM2-135M. Ends: for each layer.
+PART_WEIGHTS: Final[Mapping[str, float]] = {
     "q_proj": 1, "k_proj": 1, "v_proj": 6, "qkv_proj": 4, "o_proj": 1.5, "gate_proj": 2.5, "up_proj": 4,
     "gate_up_proj": 3.5, "down_proj": 4,
 }  # fmt: skip
@@ -46,37 +47,37 @@ END_WEIGHT: Final = 4.5
 
 
 class Sensitivity:
-    """losses: by tensor, with each scheme of the menu."""
+    """Losses by tensor, one for each scheme of the menu."""
 
     def __init__(
         self, source: Source, tensors: Sequence[TensorSpec], menu: Sequence[QuantScheme], *, threads: int | None,
         advance: Callable[[int, str], None],
     ) -> None:  # fmt: skip
-        """tensors: the matrices in question. advance: told the bytes read for each."""
+        """tensors: the matrices in question. advance: called with the bytes and the name of each."""
         self._source, self._tensors, self._menu = source, tensors, menu
         self._threads, self._advance = threads, advance
 
     def from_weights(self) -> dict[str, tuple[float, ...]]:
-        weights = self._place_weights()
+        weights = self._part_weights()
         return {t.name: tuple(weights[t.name] * e for e in self._errors(t, None)) for t in self._tensors}
 
-    def _place_weights(self) -> dict[str, float]:
+    def _part_weights(self) -> dict[str, float]:
         of_end = END_WEIGHT * max(len({t.layer for t in self._tensors if t.layer is not None}), 1)
-        return {t.name: of_end if t.layer is None else PLACE_WEIGHTS.get(t.part, OTHER_WEIGHT) for t in self._tensors}
+        return {t.name: of_end if t.layer is None else PART_WEIGHTS.get(t.part, OTHER_WEIGHT) for t in self._tensors}
 
     def from_statistics(self, statistics: Statistics) -> dict[str, tuple[float, ...]]:
-        """As from weights, but each column weighted by what it reads."""
+        """As `from_weights`, each column weighted by the mean square of its input."""
 
         def squares(t: TensorSpec) -> F64Array | None:
             if t.layer is None:
                 return None
-            return np.asarray(statistics.of_place(t.layer, READS[t.part]).mean_square[0], np.float64)
+            return np.asarray(statistics.at_hook(t.layer, READS[t.part]).mean_square[0], np.float64)
 
-        weights = self._place_weights()
+        weights = self._part_weights()
         return {t.name: tuple(weights[t.name] * e for e in self._errors(t, squares(t))) for t in self._tensors}
 
-    def from_text(self, spec: ModelSpec, sequences: IntArray) -> dict[str, tuple[float, ...]]:
-        """sequences: (n, ctx) token ids, of which some are used."""
+    def from_calibration_set(self, spec: ModelSpec, sequences: IntArray) -> dict[str, tuple[float, ...]]:
+        """sequences: (n, ctx) token ids, of which N_SEQUENCES are used."""
         some = np.unique(np.arange(N_SEQUENCES) * len(sequences) // N_SEQUENCES)
         ends = [t for t in self._tensors if t.layer is None]
         run = _Run(
@@ -85,12 +86,12 @@ class Sensitivity:
             {t.part: self._coded(t) for t in ends},
             self._threads,
         )
-        layers: list[dict[str, float]] = []  # of each, the error that each matrix alone makes
+        layers: list[dict[str, float]] = []  # by layer: the error that each matrix alone causes
         errors: dict[str, tuple[float, ...]] = {}
         for layer in range(spec.n_layers):
             here = [t for t in self._tensors if t.layer == layer]
-            alone, squares = run.layer(layer, {t.place: self._coded(t) for t in here})
-            layers.append({t.name: alone[t.place] for t in here})
+            alone, squares = run.layer(layer, {t.local_name: self._coded(t) for t in here})
+            layers.append({t.name: alone[t.local_name] for t in here})
             errors |= {t.name: self._errors(t, squares.get(READS.get(t.part, ""))) for t in here}
         errors |= {t.name: self._errors(t, None) for t in ends}
         found = run.divergences()
@@ -110,26 +111,26 @@ class Sensitivity:
     def _coded(self, t: TensorSpec) -> Matrix:
         """With the smallest scheme of the menu."""
         scheme, stored = self._menu[0], self._source.tensors[t.name]
-        with self._told(t):
+        with self._naming_tensor(t):
             packed = kernels.quantize_rtn(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
         parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
         return scheme, (t.shape[0], t.shape[1]), parts
 
     def _errors(self, t: TensorSpec, squares: F64Array | None) -> tuple[float, ...]:
-        """Of the weights with each scheme, relative to the weights, both weighted by the columns' squares."""
+        """Relative error of the weights with each scheme, columns weighted by `squares`."""
         weights = np.ones(t.shape[-1]) if squares is None else squares
         signal, noise = 0.0, np.zeros(len(self._menu))
         for values in self._samples(t):
             w = codes.as_f32(values, self._source.tensors[t.name].dtype)
             signal += _weighted(w, weights)
             for i, scheme in enumerate(self._menu):
-                with self._told(t):
+                with self._naming_tensor(t):
                     noise[i] += _weighted(_nearest(w, scheme, self._threads) - w, weights)
         self._advance(self._source.tensors[t.name].nbytes or int(np.prod(t.shape)) * 2, t.name)
         return tuple((noise / signal).tolist()) if signal > 0 else (0.0,) * len(self._menu)
 
     @contextmanager
-    def _told(self, t: TensorSpec) -> Iterator[None]:
+    def _naming_tensor(self, t: TensorSpec) -> Iterator[None]:
         try:
             yield
         except kernels.BadValueError as error:
@@ -139,7 +140,7 @@ class Sensitivity:
             ) from None
 
     def _samples(self, t: TensorSpec) -> list[npt.NDArray[np.generic]]:
-        """Runs of rows spread over a matrix, or over some matrices of a stack."""
+        """Runs of rows spread over a matrix, or rows of some matrices of a stack."""
         n_rows = t.shape[-2]
         n_runs = max(min(n_rows, _SAMPLED_ROWS) // 16, 1)
         starts = np.unique(np.arange(n_runs) * max(n_rows - 16, 0) // max(n_runs - 1, 1)).tolist()
@@ -151,7 +152,7 @@ class Sensitivity:
 
 
 class _Run:
-    """The model, and beside it copies of its hidden rows that differ by one layer or end, taken through it together."""
+    """Runs the model on its hidden states, and on copies that each have one layer, embedding or head quantized."""
 
     def __init__(self, model: LayeredSource, tokens: IntArray, ends: Mapping[str, Matrix], threads: int | None) -> None:
         self._model, self._ends, self._threads = model, ends, threads
@@ -161,30 +162,30 @@ class _Run:
             self._copies[EMBEDDING] = model.embed(tokens, lambda rows: _nearest(rows, ends[EMBEDDING][0], threads))
 
     def layer(self, i: int, coded: Mapping[str, Matrix]) -> tuple[dict[str, float], dict[str, F64Array]]:
-        """(error of the layer's outputs with each coded matrix alone, sums of squares of what each place reads)."""
+        """(output error of the layer with each coded matrix alone, sums of squares of the rows at each hook)."""
         loaded = self._model.layer(i, threads=self._threads)
         before = self._hidden.copy()
         squares: dict[str, F64Array] = {}
         for sequence in self._hidden:
             captured = loaded.model.run(sequence, capture=True)
             assert captured is not None
-            for place, rows in captured._asdict().items():
-                squares[place] = squares.get(place, np.zeros(1)) + np.square(rows.astype(np.float64)).sum(axis=0)
+            for hook, rows in captured._asdict().items():
+                squares[hook] = squares.get(hook, np.zeros(1)) + np.square(rows.astype(np.float64)).sum(axis=0)
         for copy in self._copies.values():
             _pass_through(loaded.model, copy)
 
-        def changed(places: Mapping[str, Matrix]) -> F32Array:
+        def changed(matrices: Mapping[str, Matrix]) -> F32Array:
             out = before.copy()
-            _pass_through(self._model.changed(i, loaded, places, threads=self._threads), out)
+            _pass_through(self._model.changed(i, loaded, matrices, threads=self._threads), out)
             return out
 
-        alone = {place: relative_error(changed({place: matrix}), self._hidden) for place, matrix in coded.items()}
+        alone = {name: relative_error(changed({name: matrix}), self._hidden) for name, matrix in coded.items()}
         if coded:
             self._copies[i] = changed(coded)
         return alone, squares
 
     def divergences(self) -> dict[int | str, float]:
-        """Of the outputs with each layer, or each end, coded; after the last layer."""
+        """KLD of the logits with each layer, embedding or head coded. Call it after the last layer."""
         head = self._model.head(threads=self._threads)
         coded = self._ends.get(EMBEDDING if self._model.spec.tied_head else HEAD)
         coded_head = None if coded is None else self._model.changed_head(coded, threads=self._threads)

@@ -1,12 +1,12 @@
-"""Statistics of what the products of a model read on a text, place by place; saved once, used by many conversions.
+"""Statistics of activations on a calibration set, by hook; saved once, used by many conversions.
 
-A file is safetensors. Of each layer i and place p (qkv, o, gate_up, down), and of what the head reads, F32:
+The file is safetensors. For each layer i and hook p (qkv, o, gate_up, down), and for the inputs of the head, F32:
 
-    layers.i.p.mean, head.mean                   (2, n)      of each of n channels
+    layers.i.p.mean, head.mean                   (2, n)      n channels
     layers.i.p.mean_square, head.mean_square     (2, n)
-    layers.i.p.moments, head.moments             (2, n, n)   mean of x x^T; only where they were asked for
+    layers.i.p.moments, head.moments             (2, n, n)   mean of x x^T; optional
 
-Of the two, the first is over the tokens to fit, the second over those held out to judge by.
+Index 0 is over the tokens to fit, index 1 over the held-out tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from w4conv import codes, kernels
-from w4conv.calibration.text import CalibrationText, is_held_out
+from w4conv.calibration.text import CalibrationSet, is_held_out
 from w4conv.errors import InputError
 from w4conv.files.mapped import MappedFile
 from w4conv.files.strict_json import to_json
 from w4conv.files.target import Target
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress
-from w4conv.quantization.folding import PLACES
+from w4conv.quantization.folding import HOOKS
 from w4conv.quantization.moments import Moments
 from w4conv.runtime.layers import LayeredSource, final_norm
 from w4conv.sources.base import Source
@@ -42,19 +42,19 @@ F32Array = npt.NDArray[np.float32]
 FORMAT: Final = "w4conv statistics 1"
 HEAD: Final = "head"
 _BLOCK_NBYTES: Final = 1 << 22
-_SAMPLED_ROWS: Final = 16  # of each matrix, by which a checkpoint is known again
+_SAMPLED_ROWS: Final = 16  # of each matrix, in the digest that identifies a checkpoint
 _RECORDED: Final = ("text_blake3", "tokens", "ctx", "held_out_sequences")
 
 
 class SecondMoments(NamedTuple):
-    """Mean over tokens of x x^T, x what a place reads: (n, n) each, of the tokens to fit, and of those held out."""
+    """Mean over tokens of x x^T, x the rows at a hook: (n, n) each, of the tokens to fit and the held-out tokens."""
 
     fit: F32Array
     held_out: F32Array
 
 
 class _Sums:
-    """Of one place, over the tokens to fit or those held out."""
+    """Running sums of one hook."""
 
     def __init__(self, n_channels: int, *, full: bool) -> None:
         self._n = 0
@@ -64,8 +64,8 @@ class _Sums:
     def add(self, x: F32Array, threads: int | None) -> None:
         """x: (n_tokens, n_channels). Float32 sums in one fixed order, added up in float64."""
         ones, across = np.ones((1, len(x)), np.float32), np.ascontiguousarray(x.T)
-        self._sum += kernels.product(across, ones, threads=threads)[:, 0]
-        self._squares += kernels.product(across * across, ones, threads=threads)[:, 0]
+        self._sum += kernels.gemm_nt(across, ones, threads=threads)[:, 0]
+        self._squares += kernels.gemm_nt(across * across, ones, threads=threads)[:, 0]
         self._n += len(x)
         if self._moments is not None:
             self._moments.add(x, threads=threads)
@@ -77,15 +77,15 @@ class _Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceStatistics:
-    """mean, mean_square: (2, n); moments: (2, n, n) or None. First of the tokens to fit, then of those held out."""
+class HookStatistics:
+    """mean, mean_square: (2, n); moments: (2, n, n) or None. Index 0: tokens to fit; 1: held-out tokens."""
 
     mean: F32Array
     mean_square: F32Array
     moments: F32Array | None = None
 
     def second_moments(self) -> SecondMoments:
-        """The whole ones, or as if channels were independent but for their means."""
+        """The full moments; or without them, those of channels that are independent around their means."""
         if self.moments is not None:
             return SecondMoments(*self.moments)
         variance = np.maximum(self.mean_square - self.mean * self.mean, 0)
@@ -94,28 +94,27 @@ class PlaceStatistics:
 
 def observe(
     source: Source, spec: ModelSpec, sequences: npt.NDArray[np.int64], *, full: bool, threads: int | None
-) -> Iterator[dict[str, PlaceStatistics]]:
-    """Of each layer, by place, and at last of the head. One layer's weights and sums are held at a time, and the hidden
-    rows of all tokens.
+) -> Iterator[dict[str, HookStatistics]]:
+    """Statistics of each layer, by hook; then those of the head.
 
+    Memory holds the hidden states of all tokens, and the weights and sums of one layer.
     full: with moments. Raises InputError where activations are not finite.
     """
     model = LayeredSource(source, threads=threads)
     hidden = model.embed(sequences)
 
-    def summed(rows_of: Iterator[dict[str, F32Array]]) -> dict[str, PlaceStatistics]:
+    def summed(rows_of: Iterator[dict[str, F32Array]]) -> dict[str, HookStatistics]:
         sums: dict[str, tuple[_Sums, _Sums]] = {}
-        for i, places in enumerate(rows_of):
-            for place, rows in places.items():
+        for i, hooks in enumerate(rows_of):
+            for hook, rows in hooks.items():
                 if not np.isfinite(rows).all():
                     raise InputError(f"{source.path}: the model's activations are not finite; its weights are broken")
-                if place not in sums:
-                    sums[place] = (_Sums(rows.shape[1], full=full), _Sums(rows.shape[1], full=full))
-                sums[place][is_held_out(i)].add(rows, threads)
-        means = {place: [part.means() for part in pair] for place, pair in sums.items()}
+                if hook not in sums:
+                    sums[hook] = (_Sums(rows.shape[1], full=full), _Sums(rows.shape[1], full=full))
+                sums[hook][is_held_out(i)].add(rows, threads)
+        means = {hook: [part.means() for part in pair] for hook, pair in sums.items()}
         return {
-            place: PlaceStatistics(**{kind: np.stack([a[kind], b[kind]]) for kind in a})
-            for place, (a, b) in means.items()
+            hook: HookStatistics(**{kind: np.stack([a[kind], b[kind]]) for kind in a}) for hook, (a, b) in means.items()
         }
 
     for i in range(spec.n_layers):
@@ -126,7 +125,7 @@ def observe(
 
 
 class Statistics(ABC):
-    """A file of statistics, opened; nothing but the mapping is held.
+    """An open file of statistics; only the mapping is held.
 
     full: whether it has second moments. digest: BLAKE3 of the file, hexadecimal.
     """
@@ -137,23 +136,23 @@ class Statistics(ABC):
 
     @abstractmethod
     def check(self, source: Source, spec: ModelSpec) -> None:
-        """Raises InputError when they are those of another model; comes before what follows."""
+        """Raises InputError when the statistics are of another model. Call it before the methods below."""
 
     @abstractmethod
-    def of_place(self, layer: int | None, place: str) -> PlaceStatistics:
+    def at_hook(self, layer: int | None, hook: str) -> HookStatistics:
         """layer: None for the head. Raises InputError."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
         """For the provenance of a container."""
 
-    def layers(self, spec: ModelSpec) -> Iterator[dict[str, PlaceStatistics]]:
+    def layers(self, spec: ModelSpec) -> Iterator[dict[str, HookStatistics]]:
         for i in range(spec.n_layers):
-            yield {place: self.of_place(i, place) for place in PLACES}
+            yield {hook: self.at_hook(i, hook) for hook in HOOKS}
 
 
 class SavedStatistics(Statistics):
-    """Of `calibrate`."""
+    """A file written by `calibrate`."""
 
     def __init__(self, path: Path) -> None:
         """Raises InputError."""
@@ -184,10 +183,10 @@ class SavedStatistics(Statistics):
         if self._about.get("model_blake3") != _digest_of_weights(source, spec):
             raise InputError(f"{wrong}: their weights differ. Observe this one with `w4conv calibrate`")
 
-    def of_place(self, layer: int | None, place: str) -> PlaceStatistics:
-        name = _name(layer, place)
+    def at_hook(self, layer: int | None, hook: str) -> HookStatistics:
+        name = _name(layer, hook)
         mean, squares = self._read(f"{name}.mean"), self._read(f"{name}.mean_square")
-        found = PlaceStatistics(mean, squares, self._read(f"{name}.moments") if self.full else None)
+        found = HookStatistics(mean, squares, self._read(f"{name}.moments") if self.full else None)
         if not all(np.isfinite(a).all() for a in (mean, squares, found.moments) if a is not None):
             raise InputError(f"{self.path}: {name}: a value is not finite; the file is damaged")
         return found
@@ -209,49 +208,49 @@ def file_digest(file: MappedFile) -> str:
 
 
 class StatisticsLayout:
-    """The file that the statistics of a model on a text become: nbytes in all, n_places of all layers and the head."""
+    """Layout of a statistics file. nbytes: its size; n_hooks: over all layers, and the head."""
 
-    def __init__(self, source: Source, spec: ModelSpec, text: CalibrationText, *, full: bool) -> None:
+    def __init__(self, source: Source, spec: ModelSpec, text: CalibrationSet, *, full: bool) -> None:
         channels = _channels(spec)
         self._head = _header(source, spec, text, full=full)
         self.nbytes = len(self._head) + sum(4 * 2 * n * (2 + n * full) for n in channels.values())
-        self.n_places = len(channels)
+        self.n_hooks = len(channels)
         self.signature = self._head[:64]
 
-    def write(self, target: Target, layers: Iterator[dict[str, PlaceStatistics]], progress: Progress) -> str:
+    def write(self, target: Target, layers: Iterator[dict[str, HookStatistics]], progress: Progress) -> str:
         """Write what `observe` yields; returns the digest of the file, BLAKE3, hexadecimal."""
         state = blake3(self._head)
         target.write(self._head)
-        for i, places in enumerate(layers):
-            for place, found in places.items():
+        for i, hooks in enumerate(layers):
+            for hook, found in hooks.items():
                 for values in (found.mean, found.mean_square, found.moments):
                     if values is not None:
                         data = np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8).data
                         target.write(data)
                         state.update(data)
-                progress.advance(1, _name(None if place == HEAD else i, place))
+                progress.advance(1, _name(None if hook == HEAD else i, hook))
         return state.hexdigest()
 
 
-def n_channels(spec: ModelSpec, place: str) -> int:
-    return {"o": spec.n_heads * spec.head_dim, "down": spec.intermediate_size}.get(place, spec.hidden_size)
+def n_channels(spec: ModelSpec, hook: str) -> int:
+    return {"o": spec.n_heads * spec.head_dim, "down": spec.intermediate_size}.get(hook, spec.hidden_size)
 
 
 def _number(word: str | None) -> int | str:
     return int(word) if word and word.isascii() and word.isdigit() and len(word) < 16 else (word or "")
 
 
-def _name(layer: int | None, place: str) -> str:
-    return place if layer is None else f"layers.{layer}.{place}"
+def _name(layer: int | None, hook: str) -> str:
+    return hook if layer is None else f"layers.{layer}.{hook}"
 
 
 def _channels(spec: ModelSpec) -> dict[str, int]:
-    """Places and what they read, in the order of the file."""
-    places = {_name(i, place): n_channels(spec, place) for i in range(spec.n_layers) for place in PLACES}
-    return places | {HEAD: n_channels(spec, HEAD)}
+    """Names of hooks and their channels, in the order of the file."""
+    hooks = {_name(i, hook): n_channels(spec, hook) for i in range(spec.n_layers) for hook in HOOKS}
+    return hooks | {HEAD: n_channels(spec, HEAD)}
 
 
-def _header(source: Source, spec: ModelSpec, text: CalibrationText, *, full: bool) -> bytes:
+def _header(source: Source, spec: ModelSpec, text: CalibrationSet, *, full: bool) -> bytes:
     about = {"format": FORMAT, "architecture": spec.architecture, "model_blake3": _digest_of_weights(source, spec)}
     record = {key: str(value) for key, value in text.record().items()}
     entries: dict[str, Any] = {"__metadata__": about | record}
@@ -266,7 +265,7 @@ def _header(source: Source, spec: ModelSpec, text: CalibrationText, *, full: boo
 
 
 def _digest_of_weights(source: Source, spec: ModelSpec) -> str:
-    """Stands for the checkpoint: BLAKE3 of its vectors and of some rows in the middle of each matrix, as float32."""
+    """Identifies the checkpoint: BLAKE3 of its vectors and of some middle rows of each matrix, as float32."""
     state = blake3()
     for t in spec.tensors():
         middle = t.shape[0] // 2 // _SAMPLED_ROWS * _SAMPLED_ROWS

@@ -1,4 +1,4 @@
-"""The text that activations are observed on, as sequences of tokens."""
+"""The calibration set: sequences of tokens from a text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from w4conv.runtime.tokenizer import Tokenizer
 
 TOKENS: Final = 16384
 CTX: Final = 512
-HELD_OUT: Final = 8  # one sequence in so many is held out to judge by
+HELD_OUT: Final = 8  # one sequence in so many is held out
 
 
 def is_held_out(sequence: int, one_in: int = HELD_OUT) -> bool:
@@ -26,7 +26,7 @@ def is_held_out(sequence: int, one_in: int = HELD_OUT) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationText:
+class CalibrationSet:
     """sequences: (n, ctx) token ids, spread evenly over the text. digest: BLAKE3 of the text's bytes, hexadecimal."""
 
     digest: str
@@ -40,7 +40,7 @@ class CalibrationText:
 
 def read_calibration(
     path: Path, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
-) -> CalibrationText:
+) -> CalibrationSet:
     """Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read."""
     if spec.experts is not None:
         raise UsageError(
@@ -67,4 +67,4 @@ def read_calibration(
     sequences = ids[starts[:, None] + np.arange(ctx)]
     if tokenizer.adds_bos and tokenizer.bos_id is not None:
         sequences[:, 0] = tokenizer.bos_id
-    return CalibrationText(blake3(text.content.encode()).hexdigest(), sequences)
+    return CalibrationSet(blake3(text.content.encode()).hexdigest(), sequences)

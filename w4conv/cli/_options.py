@@ -39,7 +39,7 @@ Activations = Annotated[
     str,
     typer.Option(
         metavar="int16|int8",
-        help="Integers that activations become before they meet integer weights; int8 is faster and less exact",
+        help="Integer type of activations in GEMMs with integer weights; int8 is faster and less exact",
         autocompletion=lambda incomplete: [w for w in ("int16", "int8") if w.startswith(incomplete)],
     ),
 ]

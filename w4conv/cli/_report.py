@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from w4conv.cli import _output
+from w4conv.cli._bench_table import cells, columns, facts, labels
 from w4conv.cli._output import markup
 from w4conv.cli._svg import COLOURS, DARK_COLOURS, STYLE, Axis, Chart, colour, colours, stacked_bars
-from w4conv.cli.bench import cells, columns, facts, labels
 
 if TYPE_CHECKING:
     from w4conv.commands.bench import BenchReport, Rate
@@ -58,8 +58,8 @@ def as_html(report: BenchReport) -> str:
         ),
         _section(
             "Where the time goes",
-            "Each token of the prompt, and each one decoded, by part of the forward pass: products with the weights of "
-            "the layers, attention over keys and values, the head, and the rest (norms, rotations, inputs made ready).",
+            "Each token of the prompt, and each one decoded, by part of the forward pass: linear layers, attention "
+            "over the KV cache, the head, and the rest (norms, RoPE, quantization of activations).",
             _parts_chart(report, names),
         ),
         _counters(report, names),

@@ -11,74 +11,10 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
-# What each command reports: schema name, module and class.
-REPORTS: Final = {
-    "quantize": ("w4conv.commands.quantize", "ConversionReport"),
-    "calibrate": ("w4conv.commands.calibrate", "StatisticsReport"),
-    "inspect": ("w4conv.commands.inspect", "Inspection"),
-    "verify": ("w4conv.commands.verify", "VerifyReport"),
-    "diff": ("w4conv.commands.diff", "DiffReport"),
-    "cat": ("w4conv.commands.cat", "Extract"),
-    "bench": ("w4conv.commands.bench", "BenchReport"),
-    "export": ("w4conv.exports.report", "ExportReport"),
-    "run": ("w4conv.cli._schemas", "RunReport"),
-}
-
-
-@dataclass(frozen=True)
-class RunStatistics:
-    """Times, rates and sizes of one run; rates are None where nothing was decoded. isa: the tier that was used."""
-
-    prompt_tokens: int
-    prefill_seconds: float
-    prefill_tokens_per_second: float
-    first_token_seconds: float
-    generated_tokens: int
-    decoded_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    dropped_tokens: int
-    decode_ms_per_token: float | None
-    decode_tokens_per_second: float | None
-    weight_bytes_per_token: int
-    weight_gb_per_second: float | None
-    resident_bytes: Mapping[str, int] | None
-    isa: str
-    threads: int
-    activations: str
-    kv: str
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens were chosen, by the options of run; temperature 0: always the most probable one."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """model_digest: of the container. prompt: as the model reads it, with --chat in the chat template; prompt_ids: its
-    tokens, BOS included. text, generated_ids: the answer. end_id: the end token behind it, None where none ended it.
-    finish: "stop" (an end token), "length" (cut by -n), "context" (cut, as the context is full) or "interrupted"."""
-
-    model_digest: str
-    prompt: str
-    prompt_ids: tuple[int, ...]
-    text: str
-    generated_ids: tuple[int, ...]
-    end_id: int | None
-    finish: str
-    sampling: Sampling
-    stats: RunStatistics
-
+from w4conv.cli.main import COMMANDS
 
 HEAD = """\
 # What --json writes
@@ -93,7 +29,7 @@ _WORDS: Final = {str: "string", int: "integer", float: "number", bool: "boolean"
 
 
 def report_type(command: str) -> type:
-    module, name = REPORTS[command]
+    module, name = importlib.import_module(f"w4conv.cli.{command}").REPORT
     found: type = getattr(importlib.import_module(module), name)
     return found
 
@@ -137,7 +73,7 @@ def page() -> str:
     """docs/json.md"""
     parts = [HEAD]
     seen: list[Any] = []
-    for command in REPORTS:
+    for command in COMMANDS:
         cls = report_type(command)
         parts.append(f"## w4conv.{command}/1\n\nof `w4conv {command}`.\n")
         parts += _table(cls, seen)

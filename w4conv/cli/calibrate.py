@@ -10,6 +10,7 @@ from w4conv.cli import _output
 from w4conv.cli._options import Json, Threads
 from w4conv.cli._progress import progress_bar
 
+REPORT = ("w4conv.commands.calibrate", "StatisticsReport")
 EPILOG = """\
 \b
 Examples:
@@ -36,11 +37,11 @@ def calibrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
     json: Json = False,
 ) -> None:
-    """Observe what the matrices of a model read on a text, and save the statistics for quantize --calibration.
+    """Observe the activations of a model on a calibration set, and save the statistics for quantize --calibration.
 
-    Of each channel mean and mean square, a few numbers: enough for the methods search and awq, and for --target-bpw.
-    One file serves any scheme and group size. With the text itself instead, quantize calibrates each matrix for the
-    rounded ones before it, which takes longer and loses less.
+    They are the mean and mean square of each channel: enough for the methods search and awq, and for --target-bpw. One
+    file serves any scheme and group size. With the calibration set itself, quantize rounds each matrix for the
+    quantized layers before it, which takes longer and loses less.
 
     The report goes to standard output, or to standard error when OUT is -.
     """
@@ -63,7 +64,7 @@ def calibrate(
         ("wrote", f"{name}, {_output.nbytes(report.nbytes)}"),
         ("from", f"{report.source}, {report.architecture}"),
         ("text", f"{report.text}, {report.tokens:,} tokens in sequences of {report.ctx}"),
-        ("holds", f"{kind} of what is read at {report.n_places} places"),
+        ("holds", f"{kind} of activations at {report.n_places} hooks"),
         ("digest", report.digest),
     ]
     _output.write(_output.facts(pairs), stream=stream)

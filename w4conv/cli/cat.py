@@ -10,6 +10,7 @@ import typer
 from w4conv.cli import _output
 from w4conv.cli._options import Json, refuse_terminal
 
+REPORT = ("w4conv.commands.cat", "Extract")
 EPILOG = """\
 \b
 Examples:

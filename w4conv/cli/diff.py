@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from w4conv.commands.diff import DiffReport, TensorDifference
     from w4conv.measure.distortion import Distortion
 
+REPORT = ("w4conv.commands.diff", "DiffReport")
 EPILOG = """\
 \b
 Exit codes:

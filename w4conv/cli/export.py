@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "gguf", "compressed-tensors", "gptq", "awq", "mlx", "onnx")
 DTYPES = ("f16", "bf16", "f32")
+REPORT = ("w4conv.exports.report", "ExportReport")
 EPILOG = """\
 \b
 Examples:

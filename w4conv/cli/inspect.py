@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from w4conv.commands.inspect import Inspection, TensorRow, Total
     from w4conv.models.spec import ModelSpec
 
+REPORT = ("w4conv.commands.inspect", "Inspection")
 EPILOG = """\
 \b
 Examples:

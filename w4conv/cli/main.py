@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 import typer.core
 import typer.main
 
 from w4conv import __version__
-from w4conv.cli import _errors, _output, _streams, bench, calibrate, cat, diff, export, inspect, quantize, run, verify
+from w4conv.cli import _errors, _output, _streams
 from w4conv.commands.options import refuse_idle
 
 EPILOG = """\
@@ -50,7 +51,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     def call(*args: object, **options: object) -> None:
         from w4conv import kernels
 
-        kernels.explain_lost_pages()
+        kernels.explain_sigbus()
         command(*args, **options)
 
     return call
@@ -72,18 +73,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command, epilog in (
-    (quantize.quantize, quantize.EPILOG),
-    (calibrate.calibrate, calibrate.EPILOG),
-    (inspect.inspect, inspect.EPILOG),
-    (verify.verify, verify.EPILOG),
-    (diff.diff, diff.EPILOG),
-    (run.run, run.EPILOG),
-    (export.export, export.EPILOG),
-    (bench.bench, bench.EPILOG),
-    (cat.cat, cat.EPILOG),
-):
-    app.command(epilog=epilog, cls=_Command)(command if command is inspect.inspect else _guarded(command))
+# In the order of the help. Each has a file here with a function of its name, EPILOG, and REPORT, the class of what
+# --json writes (docs/contributing.md, Adding things).
+COMMANDS: Final = ("quantize", "calibrate", "inspect", "verify", "diff", "run", "export", "bench", "cat")
+for name in COMMANDS:
+    module = importlib.import_module(f"w4conv.cli.{name}")
+    command = getattr(module, name)
+    app.command(epilog=module.EPILOG, cls=_Command)(command if name == "inspect" else _guarded(command))
 
 
 def _show_version(value: bool) -> None:

@@ -11,15 +11,15 @@ from w4conv.cli import _output
 from w4conv.cli._errors import print_message
 from w4conv.cli._options import Json, Threads, one_of
 from w4conv.cli._progress import progress_bar
+from w4conv.scheme import GROUP_WORDS, SCHEME_WORDS, TENSOR_WORDS
 
 if TYPE_CHECKING:
     from w4conv.commands.quantize import ConversionReport
 
-SCHEMES = ("w4a16", "int4z", "nf4", "fp4", "w8a16", "f16", "bf16", "f32", "keep")
-GROUP_SIZES = ("32", "64", "128", "256", "row")
 RECIPES = ("small", "values", "mixed")
 METHODS = ("rtn", "search", "awq", "gptq", "best")
-EMBEDDINGS = ("int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32", "keep")
+EMBEDDINGS = ("int8", *(word for word in TENSOR_WORDS if word != "int8"))
+REPORT = ("w4conv.commands.quantize", "ConversionReport")
 EPILOG = """\
 \b
 Examples:
@@ -56,17 +56,17 @@ def quantize(
     scheme: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(SCHEMES),
+            metavar="|".join(SCHEME_WORDS),
             help="Coding of linear weights [default: keep where IN has codes that can be kept, else w4a16]",
-            autocompletion=one_of(SCHEMES),
+            autocompletion=one_of(SCHEME_WORDS),
         ),
     ] = None,
     group_size: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(GROUP_SIZES),
+            metavar="|".join(GROUP_WORDS),
             help="Weights that share a scale [default: 128]",
-            autocompletion=one_of(GROUP_SIZES),
+            autocompletion=one_of(GROUP_WORDS),
         ),
     ] = None,
     embeddings: Annotated[
@@ -104,8 +104,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="TEXT|STATS",
-            help="UTF-8 text, of the kind and form the model will read; or what w4conv calibrate or llama-imatrix made "
-            "of one",
+            help="Calibration set: UTF-8 text of the kind that the model will read; or statistics of one, by w4conv "
+            "calibrate or llama-imatrix",
         ),
     ] = None,
     calibration_tokens: Annotated[

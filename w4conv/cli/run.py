@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED, print_message
 from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
-from w4conv.commands.options import has_integers, refuse_idle
 from w4conv.errors import InputError, UsageError
 
 if TYPE_CHECKING:
-    from w4conv.runtime.engine import Model
-    from w4conv.runtime.generation import Generation
+    from w4conv.commands.run import RunStatistics
 
 MAX_PROMPT_NBYTES = 1 << 26
-SPELLED = (
-    "the prompt spells special tokens, which are taken as such; --special-tokens text takes them as text, parse says "
-    "that this is meant"
-)
 # Of an answer that no end token ended, by how it ended.
 CUT = {
     "length": "the answer was cut after {n:,} tokens; -n allows more",
     "context": "the answer was cut: the context of {ctx:,} tokens is full",
 }
+REPORT = ("w4conv.commands.run", "RunReport")
 EPILOG = """\
 \b
 Examples:
@@ -77,8 +72,8 @@ def run(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Most memory for keys and values, such as 512M: where a text outgrows it, its first 16 and its newest "
-            "tokens are kept [default: room for the context]",
+            help="Most memory for the KV cache, such as 512M: where a text outgrows it, its first 16 tokens (attention "
+            "sinks) and its newest are kept [default: room for the context]",
         ),
     ] = None,
     activations: Activations = "int16",
@@ -93,88 +88,31 @@ def run(
     latter two has cut it. On a terminal, control characters in it are shown as escapes. With --json it comes at the
     end, with the ids of its tokens and the figures of --stats.
     """
-    from w4conv.container import open_container
-    from w4conv.runtime.chat import ChatTemplate, encode_chat
-    from w4conv.runtime.engine import Model
-    from w4conv.runtime.generation import generate_text
-    from w4conv.runtime.sampling import Sampler
-    from w4conv.runtime.tokenizer import Tokenizer
-    from w4conv.sizes import nbytes_of
+    from w4conv.commands.run import Sampling
+    from w4conv.commands.run import run as generate
 
-    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     text = _read_prompt(prompt, prompt_file)
-    with ExitStack() as stack:
-        container = stack.enter_context(open_container(file))
-        # First, since its process needs some 80 ms, in which the model is opened.
-        template = ChatTemplate.from_blobs(container.blobs, name=chat_template) if chat else None
-        if template is not None:
-            stack.enter_context(template)
-        integers = has_integers(t.scheme.kind for t in container.tensors.values())
-        refuse_idle("run", {"activations": activations, "has_integers": integers})
-        nbytes = None if kv_memory is None else nbytes_of(kv_memory, "kv-memory")
-        with Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations) as model:
-            tokenizer = Tokenizer(container.blobs)
-            special = special_tokens or "parse"
-            if template is None:
-                ids = tokenizer.encode(text, special_tokens=special)
-            else:
-                messages = [{"role": "user", "content": text}]
-                ids = encode_chat(template, tokenizer, messages, special_tokens=special)
-                template.close()
-                if special_tokens is None and tokenizer.special_ids(tokenizer.encode(text, add_bos=False)):
-                    print_message("note", SPELLED)
-            generation = generate_text(
-                model,
-                tokenizer,
-                ids,
-                max_tokens=n,
-                sampler=sampler,
-                stop_ids=tokenizer.stop_ids(chat=chat),
-                at_start=chat or not text,
-                on_piece=_ignore if json else _stream,
-                on_drop=_tell_of_drops,
-                lookup=lookup,
-            )
-            figures = statistics(model, generation)
-            # Before the mapping is closed, which takes a large file some 50 ms.
-            if json:
-                report = {
-                    "model_digest": container.digest,
-                    "prompt": text,
-                    "prompt_ids": ids,
-                    "text": generation.text,
-                    "generated_ids": generation.ids,
-                    "end_id": generation.end_id,
-                    "finish": generation.finish,
-                    "sampling": {
-                        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
-                    },
-                    "stats": figures,
-                }  # fmt: skip
-                _output.write_json("run", report)
-            elif not generation.text.endswith("\n"):
-                _output.write("\n")
-            if not json and (cut := CUT.get(generation.finish)):
-                print_message("note", cut.format(n=n, ctx=model.ctx))
-            if stats:
-                _output.write(stats_text(figures, generation.finish), stream=sys.stderr)
-    if generation.finish == "interrupted":
+    with generate(
+        file, text, max_tokens=n, chat=chat, chat_template=chat_template, special_tokens=special_tokens,
+        sampling=sampling, ctx=ctx, lookup=lookup, kv=kv, kv_memory=kv_memory, activations=activations, threads=threads,
+        on_piece=None if json else _stream, on_note=partial(print_message, "note"),
+    ) as report:  # fmt: skip
+        if json:
+            _output.write_json("run", report)
+        elif not report.text.endswith("\n"):
+            _output.write("\n")
+        if not json and (cut := CUT.get(report.finish)):
+            held = len(report.prompt_ids) + len(report.generated_ids) - 1  # the last one was not run any more
+            print_message("note", cut.format(n=n, ctx=held))
+        if stats:
+            _output.write(stats_text(report.stats, report.finish), stream=sys.stderr)
+    if report.finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
-
-
-def _ignore(_piece: str) -> None:
-    pass
 
 
 def _stream(piece: str) -> None:
     _output.write(_output.streamed(piece))
-
-
-def _tell_of_drops(n_kept: int) -> None:
-    print_message(
-        "note",
-        f"the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest {n_kept:,}",
-    )
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
@@ -205,59 +143,32 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         raise InputError(f"{where}: the prompt is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def statistics(model: Model, g: Generation) -> dict[str, Any]:
-    """Figures of one run. Rates are None where nothing was decoded."""
-    from w4conv.runtime.generation import resident_memory
-
-    rate = g.decode_per_second
-    return {
-        "prompt_tokens": g.n_prompt,
-        "prefill_seconds": g.prefill_seconds,
-        "prefill_tokens_per_second": g.prefill_per_second,
-        "first_token_seconds": g.first_token_seconds,
-        "generated_tokens": g.n_generated,
-        "decoded_tokens": g.n_decoded,
-        "drafted_tokens": g.n_drafted,
-        "accepted_tokens": g.n_accepted,
-        "dropped_tokens": g.n_dropped,
-        "decode_ms_per_token": None if rate is None else 1000 / rate,
-        "decode_tokens_per_second": rate,
-        "weight_bytes_per_token": model.bytes_per_token,
-        "weight_gb_per_second": None if rate is None else rate * model.bytes_per_token / 1e9,
-        "resident_bytes": resident_memory(),
-        "isa": model.isa,
-        "threads": model.threads,
-        "activations": model.activations,
-        "kv": model.kv,
-    }
-
-
-def stats_text(s: dict[str, Any], finish: str) -> str:
+def stats_text(s: RunStatistics, finish: str) -> str:
     from w4conv.cpus import allowed_cpus
 
-    decoded = f"{s['decoded_tokens']} tokens"
+    decoded = f"{s.decoded_tokens} tokens"
     speed = "nothing decoded"
-    if s["decode_tokens_per_second"] is not None:
-        decoded += f", {s['decode_ms_per_token']:.2f} ms/token, {s['decode_tokens_per_second']:.1f} tokens/s"
-        speed = f"{s['weight_gb_per_second']:.1f} GB/s"
-    if s["drafted_tokens"]:
-        decoded += f"; {s['accepted_tokens']} of {s['drafted_tokens']} drafted tokens accepted"
-    prefill = f"{s['prompt_tokens']} tokens in {s['prefill_seconds']:.3f} s"
-    if s["prefill_tokens_per_second"] is not None:
-        prefill += f", {s['prefill_tokens_per_second']:.1f} tokens/s"
+    if s.decode_tokens_per_second is not None:
+        decoded += f", {s.decode_ms_per_token:.2f} ms/token, {s.decode_tokens_per_second:.1f} tokens/s"
+        speed = f"{s.weight_gb_per_second:.1f} GB/s"
+    if s.drafted_tokens:
+        decoded += f"; {s.accepted_tokens} of {s.drafted_tokens} drafted tokens accepted"
+    prefill = f"{s.prompt_tokens} tokens in {s.prefill_seconds:.3f} s"
+    if s.prefill_tokens_per_second is not None:
+        prefill += f", {s.prefill_tokens_per_second:.1f} tokens/s"
     memory = "unknown"
-    if s["resident_bytes"] is not None:
-        file, anonymous = (_output.nbytes(s["resident_bytes"][kind]) for kind in ("file", "anonymous"))
+    if s.resident_bytes is not None:
+        file, anonymous = (_output.nbytes(s.resident_bytes[kind]) for kind in ("file", "anonymous"))
         memory = f"{file} file-backed, {anonymous} anonymous"
-    engine = f"{s['isa']}, {s['threads']} threads, {s['activations']} activations, {s['kv']} keys and values"
-    if s["dropped_tokens"]:
-        engine += f", {s['dropped_tokens']:,} tokens dropped from them"
+    engine = f"{s.isa}, {s.threads} threads, {s.activations} activations, {s.kv} keys and values"
+    if s.dropped_tokens:
+        engine += f", {s.dropped_tokens:,} tokens dropped from them"
     return _output.facts(
         [
             ("prefill", prefill),
-            ("first token", f"after {s['first_token_seconds']:.3f} s"),
+            ("first token", f"after {s.first_token_seconds:.3f} s"),
             ("decode", decoded),
-            ("weights read", f"{_output.nbytes(s['weight_bytes_per_token'])}/token, {speed}"),
+            ("weights read", f"{_output.nbytes(s.weight_bytes_per_token)}/token, {speed}"),
             ("memory", memory),
             ("engine", engine),
             ("may use", str(allowed_cpus())),

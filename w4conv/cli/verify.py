@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from w4conv.measure.round_trip import RoundTrip
 
 CONVENTIONS = ("llama.cpp", "gptq")
+REPORT = ("w4conv.commands.verify", "VerifyReport")
 EPILOG = """\
 \b
 Examples:

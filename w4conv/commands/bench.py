@@ -1,27 +1,33 @@
-"""bench: prefill and decode of one model in several codings, beside what the machine can read and multiply."""
+"""bench: prefill and decode of one model in several codings, beside read bandwidth and the dot product peak."""
 
 from __future__ import annotations
 
 import math
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from w4conv import cpus, kernels
 from w4conv.arguments import count, optional_count
+from w4conv.arrays import F64Array
 from w4conv.commands.options import has_integers, refuse_idle
-from w4conv.container import Container
+from w4conv.commands.quantize import quantize
+from w4conv.container import Container, open_container
 from w4conv.errors import UsageError
 from w4conv.measure.bandwidth import peak_gmacs, read_gbs
 from w4conv.measure.counters import Counters, difference
 from w4conv.measure.machine import Machine, available_memory
-from w4conv.measure.perplexity import Estimate, F64Array, Increase, estimate, increase, token_nlls
+from w4conv.measure.perplexity import Estimate, Increase, estimate, increase, token_nlls
+from w4conv.measure.shapes import RandomWeights
 from w4conv.measure.text_windows import TextWindows, cut_text, settle
 from w4conv.progress import Progress, Silent
 from w4conv.runtime.engine import Model
@@ -47,9 +53,9 @@ class Rate:
 class Prefill:
     """A prompt of n_tokens at once; seconds until its logits, which is the latency of the first token.
 
-    gmacs: 1e9 multiplications a second in products with weights. peak_share: that as a share of the peak of the same
-    round. macs_per_byte: multiplications for each byte of weights read. parts: ms of each token by part of the forward
-    pass (Model.part_seconds), from a run of its own. counters: see Counters, for each token.
+    gmacs: 1e9 multiplications a second in GEMMs with weights. peak_share: of the dot product peak of the same round.
+    macs_per_byte: multiplications for each byte of weights read. parts: ms of each token by part of the forward pass
+    (Model.part_seconds), from a run of its own. counters: see Counters, for each token.
     """
 
     n_tokens: int
@@ -226,6 +232,51 @@ def bench(
             rows=tuple(rows),
             text=_text(first.cut),
         )
+
+
+@contextmanager
+def opened(
+    inputs: Sequence[str],
+    shape: str | None = None,
+    *,
+    schemes: Sequence[str],
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[list[tuple[str, Container]]]:
+    """Everything to be measured, by name; what had to be converted is gone when the block ends.
+
+    inputs: `.w4` files, and checkpoints, which are converted to each of the schemes, in the temporary directory.
+    shape: the name of a model, whose random weights are coded in each of the schemes.
+    Raises UsageError when there is nothing to measure, or more than the memory holds; else as quantize and open.
+    """
+    progress = progress or Silent()
+    if not inputs and shape is None:
+        raise UsageError("nothing to measure: name a file, or a --shape")
+    words = [word.strip() for word in schemes]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="w4conv-")))
+        paths: list[tuple[str, Path]] = []
+        work: list[Callable[[], object]] = []
+        nbytes = 0
+        for text in inputs:
+            if text.endswith(".w4"):
+                paths.append((text, Path(text)))
+                continue
+            for word in words:
+                path = folder / f"{len(paths)}.w4"
+                nbytes += quantize(text, path, scheme=word, dry_run=True).output_nbytes
+                work.append(partial(quantize, text, path, scheme=word, threads=threads, progress=progress))
+                paths.append((f"{text} {word}", path))
+        for word in words if shape is not None else []:
+            path = folder / f"{len(paths)}.w4"
+            weights = RandomWeights(str(shape), scheme=word)
+            nbytes += weights.layout.file_nbytes
+            work.append(partial(weights.write, path, progress=progress))
+            paths.append((f"{shape} {word}", path))
+        check_memory(nbytes)  # before the work
+        for make in work:
+            make()
+        yield [(name, stack.enter_context(open_container(path))) for name, path in paths]
 
 
 def check_memory(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""calibrate: a checkpoint and a text in, statistics of the model's activations out."""
+"""calibrate: a checkpoint and a calibration set in, statistics of activations out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from w4conv.sources import open_source
 
 @dataclass(frozen=True, slots=True)
 class StatisticsReport:
-    """Statistics written. n_places: of all layers, and the head. full: with second moments. digest: BLAKE3 of the
+    """Statistics written. n_places: hooks of all layers, and the head. full: with second moments. digest: BLAKE3 of the
     file."""
 
     source: str
@@ -50,8 +50,8 @@ def calibrate(
 ) -> StatisticsReport:
     """Observe the checkpoint `src` on a UTF-8 text, and write the statistics that `quantize(calibration=out)` takes.
 
-    full: with second moments of all pairs of channels, which the methods gptq and best need; they are large. tokens, in
-    sequences of ctx: of the text, spread over it. The same input gives the same bytes.
+    full: with second moments of all pairs of channels, which the methods gptq and best need; they are large.
+    tokens: so many of the text, spread over it, in sequences of ctx. The same input gives the same bytes.
     Raises UsageError, InputError, OutputError.
     """
     refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
@@ -65,10 +65,10 @@ def calibrate(
         cut = read_calibration(Path(text), source.blobs, spec, tokens=tokens, ctx=ctx)
         layout = StatisticsLayout(source, spec, cut, full=full)
         check_target(out, layout.nbytes, overwrite=overwrite)
-        progress.start(layout.n_places)
+        progress.start(layout.n_hooks)
         with open_target(out, layout.nbytes, overwrite=overwrite, signature=layout.signature) as target:
             digest = layout.write(target, observe(source, spec, cut.sequences, full=full, threads=threads), progress)
     return StatisticsReport(
         source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
-        ctx=ctx, n_places=layout.n_places, full=full, nbytes=layout.nbytes, digest=digest,
+        ctx=ctx, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes, digest=digest,
     )  # fmt: skip

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Bytes, F32Array
 from w4conv.container import Container, TensorInfo, is_container, open_container, open_stream
 from w4conv.errors import InputError
 from w4conv.files.target import STDOUT
@@ -24,9 +24,6 @@ from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import folded_as_recorded
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
-
-F32Array = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 
 _BLOCK_VALUES: Final = 1 << 20  # of each model, compared at a time
 _BLOCK_NBYTES: Final = 1 << 24

@@ -215,7 +215,8 @@ def _describe(
             refuse_to_run(path, provenance)
         model = spec_of(blobs)
     except InputError as error:
-        advice = "" if kind == "w4" else "; --architecture generic converts what has no engine"
+        generic = kind == "gguf" or (kind != "w4" and refused is None)  # where the tensors can be read
+        advice = "" if not generic else "; --architecture generic converts what has no engine"
         notes.append(f"w4conv cannot {'run' if kind == 'w4' else 'convert'} this model: {error}{advice}")
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import UsageError
-from w4conv.scheme import INTEGER_KINDS
+from w4conv.scheme import KINDS
 
 Values = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def refuse_idle(command: str, values: Values, given: Collection[str] | None = No
 
 def has_integers(kinds: Iterable[str]) -> bool:
     """Whether any of the codings of a model's tensors meets activations as integers."""
-    return any(kind in INTEGER_KINDS for kind in kinds)
+    return any(KINDS[kind].takes_integers for kind in kinds)
 
 
 def _is_file(name: str) -> Callable[[Values], bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from dataclasses import dataclass
@@ -11,17 +10,19 @@ from pathlib import Path
 
 from w4conv import cpus
 from w4conv.arguments import count, optional_count
-from w4conv.calibration.imatrix import ImportanceMatrix
-from w4conv.calibration.statistics import SavedStatistics, Statistics
+from w4conv.calibration.given import open_given, resolve
+from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
-from w4conv.conversion.plan import ConversionPlan, known_method
+from w4conv.conversion.model import read_model
+from w4conv.conversion.plan import ConversionPlan, calibrated_methods, known_method, make_plan
 from w4conv.conversion.write import write
 from w4conv.errors import InputError, UsageError
 from w4conv.files.apart import keep_apart
 from w4conv.files.target import check_target
 from w4conv.models import check_architecture, parse_config
 from w4conv.models.generic import GENERIC, matrix_role
+from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.recipe import DEFAULT_GROUP_SIZE, Rule, make_recipe, read_rules
 from w4conv.sources import open_source
@@ -107,19 +108,19 @@ def quantize(
     int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
     (quantization/recipe.py); where it says nothing, the other options count.
-    target_bpw: bits a weight, over all weights with scales, that the container shall have at most: the scheme of each
-    matrix for which no recipe names one is chosen from a menu, by how much the model loses with it
-    (calibration/sensitivity.py). It takes the place of scheme, group_size and embeddings.
+    target_bpw: at most so many bits a weight, over all weights with scales. The scheme of each matrix for which no
+    recipe names one is chosen from a menu by its loss (calibration/sensitivity.py). It replaces scheme, group_size and
+    embeddings.
 
-    method: how linear weights are rounded: "rtn" (to nearest), "search" (scales searched), "awq" (the same, of weights
-    whose channels are scaled by powers of two, which what comes before takes back: quantization/folding.py), "gptq"
-    (scales searched, each column rounded with the errors of those before it in mind), or "best" (of rtn, search and
-    gptq, for each matrix); None means best with calibration, else rtn. All but rtn need calibration, a text on which
-    activations are observed: calibration_tokens of it (16384) in sequences of calibration_ctx (512), spread over the
-    text. They keep what rtn makes of a matrix where its outputs are nearer to the source's on sequences held out.
-    calibration may also be a file of statistics (statistics.calibrate), or an importance matrix of llama.cpp. Then each
-    matrix is rounded for the inputs that it has in the source; gptq and best need those with second moments; without
-    them None means awq.
+    method: how linear weights are rounded. "rtn": to nearest. "search": with searched scales. "awq": the same, after
+    channels are scaled by powers of two (quantization/folding.py). "gptq": with searched scales and GPTQ's column
+    update. "best": the best of rtn, search and gptq for each matrix. None means best with calibration, else rtn. A
+    calibrated method keeps the result of rtn where its outputs are better on held-out sequences.
+
+    calibration: needed by all methods but rtn. A calibration set is a UTF-8 text: calibration_tokens of it (16384) are
+    used, in sequences of calibration_ctx (512) spread over the text. Or a file of statistics (`w4conv calibrate`), or
+    an importance matrix of llama.cpp: then each matrix is rounded for its inputs in the source. gptq and best need
+    statistics with second moments; without them None means awq.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
@@ -169,9 +170,9 @@ def quantize(
     calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
     keep_apart([out], source=src, calibration=calibration, recipe=recipe if rules else None)
     generic = architecture == GENERIC
-    seen: tuple[Path, int | None, int | None] | Statistics | None = None
+    given = None
     if calibration is not None:
-        seen = _open_calibration(Path(calibration), calibration_tokens, calibration_ctx)
+        given = open_given(Path(calibration), tokens=calibration_tokens, ctx=calibration_ctx)
     if not generic:
         _check_architecture(src)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
@@ -189,24 +190,23 @@ def quantize(
             scheme = _default_scheme(source, requantize=asked)
         size = DEFAULT_GROUP_SIZE if group_size is None else group_size
         made = make_recipe(scheme, group_size=size, embeddings=embeddings, rules=rules)
+        chosen = _method(method, given)
         progress = progress or Silent()
-        plan = ConversionPlan(
-            source,
-            made,
-            _method(method, seen),
-            seen,
-            target,
-            generic=generic,
-            head=head,
-            threads=threads,
-            progress=progress,
-        )
+        model, notes = read_model(source, generic=generic)
+        calibrated_methods(model, made, chosen, with_text=given is not None)  # before a long text is read
+        seen = None
+        if given is not None and isinstance(model, ModelSpec):  # a generic one was refused above
+            seen = resolve(given, source, model)
+        plan = make_plan(
+            source, model, made, method=chosen, calibration=seen, target=target, head=head, notes=notes,
+            threads=threads, progress=progress,
+        )  # fmt: skip
         refuse_idle("quantize", values | {"rounds_again": bool(plan.rounded_again)})
         check_target(out, plan.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return _report(plan, out)
-        digest, notes = write(plan, out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
-    return _report(plan, out, notes=notes, seconds=time.perf_counter() - started, digest=digest)
+        digest, found = write(plan, out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
+    return _report(plan, out, notes=found, seconds=time.perf_counter() - started, digest=digest)
 
 
 def _default_scheme(source: Source, *, requantize: bool) -> str:
@@ -219,7 +219,14 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
         return "keep"
     if source.kind == "gguf":
         return "keep" if linear and all(t.coding is not None for t in quantized) else "w4a16"
-    first = next((t for t in linear if t.coding is None or t.coding.bits != 4), quantized[0])
+    if not linear:
+        first = quantized[0]
+        keep = "--scheme w4a16 --embeddings keep to keep it, " if first.coding is not None else ""
+        raise UsageError(
+            f"{source.path}: {first.name} is quantized already ({first.stored_as}), linear weights are not. Give {keep}"
+            "--requantize to round everything to w4a16, or --scheme keep to store all values exactly"
+        )
+    first = next(t for t in linear if t.coding is None or t.coding.bits != 4)
     kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
     raise UsageError(
         f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
@@ -262,29 +269,6 @@ def _target(bpw: float | str, *others: object) -> Decimal:
     return target.normalize()
 
 
-def _open_calibration(
-    path: Path, tokens: int | None, ctx: int | None
-) -> tuple[Path, int | None, int | None] | Statistics:
-    head = _first_bytes(path)
-    is_importance_matrix = head.startswith(b"GGUF")
-    if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
-        return path, tokens, ctx
-    if tokens is not None or ctx is not None:
-        raise UsageError(
-            f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"
-        )
-    return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
-
-
-def _first_bytes(path: Path) -> bytes:
-    """9 of them; none of a pipe, which can be read once only, nor of what cannot be opened, which is told later."""
-    try:
-        with path.open("rb") if path.is_file() else io.BytesIO() as stream:
-            return stream.read(9)
-    except OSError:
-        return b""
-
-
 def _method(method: str | None, calibration: object) -> str:
     chosen = ("rtn" if calibration is None else "best") if method is None else method
     if method is None and isinstance(calibration, Statistics) and not calibration.full:
@@ -293,7 +277,7 @@ def _method(method: str | None, calibration: object) -> str:
     if chosen == "rtn" and calibration is not None:
         raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
     if chosen != "rtn" and calibration is None:
-        raise UsageError(f"method {chosen} needs a text to calibrate on: name one with --calibration")
+        raise UsageError(f"method {chosen} needs a calibration set: name one with --calibration")
     return chosen
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from w4conv import cpus
 from w4conv.arguments import optional_count, real
+from w4conv.arrays import F64Array
 from w4conv.commands.options import has_integers, refuse_idle
 from w4conv.container import Container, open_container, open_stream
 from w4conv.conversion.declarations import HEADS, settle_declarations
@@ -21,7 +22,7 @@ from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
 from w4conv.measure.layer_errors import LayerError, LayerErrors
 from w4conv.measure.layerwise import Observer, ScoredBlock, layered_nlls, scored_logits
-from w4conv.measure.perplexity import Estimate, F64Array, Increase, NotFiniteError, estimate, increase, token_nlls
+from w4conv.measure.perplexity import Estimate, Increase, NotFiniteError, estimate, increase, token_nlls
 from w4conv.measure.round_trip import RoundTrip, check_fits, compare, named_alike
 from w4conv.measure.text_windows import cut_text, settle
 from w4conv.models.generic import GENERIC

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Bytes
 from w4conv.container.layout import PART_ALIGNMENT, Part, TensorInfo, digest, round_up
 from w4conv.errors import FormatError
 from w4conv.progress import Progress, Silent
 from w4conv.scheme import TILE_ROWS
 from w4conv.workers import Workers
 
-if TYPE_CHECKING:
-    from w4conv.container.reader import Container
 
-Bytes = npt.NDArray[np.uint8]
+class Parts(Protocol):
+    """What is checked of a container: its parts, their bytes, and the digests that the trailer has for them."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def part_digests(self) -> Sequence[bytes]: ...
+    def bytes_of(self, part: Part, /) -> Bytes: ...
+    def named_parts(self) -> list[tuple[str, Part, TensorInfo | None]]: ...
 
 
-def check_data(container: Container, progress: Progress | None = None) -> None:
+def check_data(container: Parts, progress: Progress | None = None) -> None:
     """Raise FormatError naming the first part in file order that is wrong. Parts are hashed by several threads."""
     progress = progress or Silent()
     parts = container.named_parts()
@@ -38,13 +46,13 @@ def check_data(container: Container, progress: Progress | None = None) -> None:
         pool.shutdown(cancel_futures=True)
 
 
-def check_tensor(container: Container, tensor: TensorInfo) -> None:
+def check_tensor(container: Parts, tensor: TensorInfo) -> None:
     """The same for the parts of one tensor."""
     for part in tensor.parts:
         _check(container, f"{tensor.name}: {part.kind}", part, tensor)
 
 
-def _check(container: Container, what: str, part: Part, tensor: TensorInfo | None) -> None:
+def _check(container: Parts, what: str, part: Part, tensor: TensorInfo | None) -> None:
     try:
         _check_part(container, part, tensor)
     except _WrongError as error:
@@ -57,7 +65,7 @@ class _WrongError(Exception):
         self.clause = clause
 
 
-def _check_part(container: Container, part: Part, tensor: TensorInfo | None) -> None:
+def _check_part(container: Parts, part: Part, tensor: TensorInfo | None) -> None:
     raw = container.bytes_of(part)
     if digest(raw.data) != container.part_digests[part.index]:
         raise _WrongError("5.1", "its bytes do not match its digest; the file is damaged. Fetch or convert it again")

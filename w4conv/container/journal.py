@@ -1,4 +1,4 @@
-"""What of an unfinished `.w4` file is complete, kept in the file itself, so that a killed conversion can be continued.
+"""Which parts of an unfinished `.w4` file are complete. Kept in the file itself, so that a conversion can be resumed.
 
 While a file grows, the digest of each part goes to its place in the trailer as soon as the part is complete, and a key
 that stands for everything the bytes depend on goes behind the end, where it is cut off at last:
@@ -25,9 +25,9 @@ _BLOCK_NBYTES = 1 << 22
 
 
 def stamp(files: Sequence[Path]) -> bytes:
-    """Stands for the content of files without reading them: any write to one of them changes it.
+    """A stamp of files, made without reading them. Any write to one of them changes it.
 
-    The time of the last change of the inode (ctime) is among what it is made of, and no program can set that back.
+    It includes the time of the last inode change (ctime), which no program can set back.
     """
     fields = []
     for file in files:

@@ -61,7 +61,7 @@ class Part:
     """A run of bytes of the data section.
 
     kind: as in w4-codes 4; "blob" for a file carried verbatim.
-    offset: from the start of the file. index: place among the digests of the trailer.
+    offset: from the start of the file. index: of its digest in the trailer.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a container and the places of its parts."""
+    """A tensor of a container and the ranges of its parts."""
 
     name: str
     shape: tuple[int, ...]

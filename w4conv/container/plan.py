@@ -26,7 +26,7 @@ from w4conv.container.layout import (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A whole file planned: its header and index as bytes, and the place of every part."""
+    """A planned file: header and index as bytes, and the offset of every part."""
 
     header: Header
     index: bytes
@@ -43,7 +43,7 @@ class Layout:
 
 
 class _Allocator:
-    """Hands out places of the data section in order (w4-container 4.2)."""
+    """Hands out ranges of the data section in order (w4-container 4.2)."""
 
     def __init__(self) -> None:
         self.n_parts = 0

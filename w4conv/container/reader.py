@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Bytes
 from w4conv.container import validate
 from w4conv.container.integrity import check_data, check_tensor
 from w4conv.container.layout import DIGEST_NBYTES, HEADER_NBYTES, SIGNATURE, Header, Part, TensorInfo, digest
@@ -25,12 +26,10 @@ from w4conv.files.mapped import refuse_stand_in
 from w4conv.progress import Progress
 from w4conv.scheme import TILE_ROWS
 
-Bytes = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, slots=True)
 class ContainerHeader:
-    """What stands before the weights: enough to inspect a container without having it whole."""
+    """Header, index and blobs: enough to inspect a container without its weights."""
 
     tensors: Mapping[str, TensorInfo]
     blobs: Mapping[str, bytes]
@@ -41,7 +40,7 @@ class ContainerHeader:
 def read_header(stream: BinaryIO, *, where: str = "standard input") -> ContainerHeader:
     """Header, index and blobs from a stream that need not seek; reads no further than the last blob.
 
-    Raises FormatError. The digests of the blobs stand at the end of the file and so are not checked.
+    Raises FormatError. The digests of the blobs are at the end of the file, so they are not checked.
     """
     raw = _read(stream, HEADER_NBYTES)
     head = validate.header(raw, where=where)
@@ -63,7 +62,7 @@ def read_header(stream: BinaryIO, *, where: str = "standard input") -> Container
 
 
 def _read(stream: BinaryIO, n: int) -> bytes:
-    """`n` bytes, or fewer at the end of the stream; never allocates more than arrived plus one block."""
+    """`n` bytes, or fewer at the end of the stream. Allocates at most what has arrived plus one block."""
     blocks = []
     while n and (block := stream.read(min(n, 1 << 20))):
         blocks.append(block)
@@ -81,7 +80,7 @@ def is_stream(path: Path) -> bool:
 
 
 def is_container(path: Path) -> bool:
-    """Whether a path means a container: by its ending, or else by its first bytes. A stream is taken for one."""
+    """Whether a path is a container, by its suffix or its first bytes. A stream counts as one."""
     if path.suffix.lower() == ".w4" or is_stream(path):
         return True
     try:
@@ -92,7 +91,7 @@ def is_container(path: Path) -> bool:
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
-    """Map a `.w4` file; everything that w4-container 7.1 asks is checked, no weight is read.
+    """Map a `.w4` file. All of w4-container 7.1 is checked; no weight is read.
 
     A pipe or a device is copied first, see `open_stream`. Raises InputError when it cannot be read, FormatError when it
     breaks the format.
@@ -171,7 +170,7 @@ class Container:
     def __init__(
         self, path: Path, mapped: Bytes, head: Header, mapping: mmap.mmap | None = None, file: BinaryIO | None = None
     ) -> None:
-        """file: where to read what is checked now, for a file may be shortened meanwhile, and a lost page kills."""
+        """file: read for the checks at opening, since the mapping may raise SIGBUS after truncation."""
 
         def read(start: int, end: int) -> bytes:
             raw = mapped[start:end].tobytes() if file is None else os.pread(file.fileno(), end - start, start)
@@ -207,7 +206,7 @@ class Container:
         self.close()
 
     def close(self) -> None:
-        """Let the mapping go; views handed out keep it alive as long as they live."""
+        """Drop the mapping. Views handed out keep it alive."""
         self._mapped = self._mapping = None
 
     def bytes_of(self, part: Part) -> Bytes:
@@ -215,7 +214,7 @@ class Container:
         mapped, mapping = self._mapped, self._mapping  # another thread may close it meanwhile
         if mapped is None:
             raise ClosedError(f"{self.path} is closed")
-        # The kernel kills a process that touches a lost page; `size` asks for that of the file as it is now.
+        # SIGBUS after truncation would kill the process; `size` is the size of the file now.
         if mapping is not None and (size := mapping.size()) < self.file_nbytes:
             raise InputError(
                 f"{self.path}: was shortened from {self.file_nbytes:,} to {size:,} bytes while in use. "
@@ -231,8 +230,8 @@ class Container:
         raise KeyError(f"{name} has no {kind}; it has {', '.join(p.kind for p in self.tensors[name].parts)}")
 
     def release(self, name: str) -> None:
-        """Let the pages of a tensor leave the memory of this process: the file still has them, and so has
-        the page cache, from which the next access maps them again."""
+        """Drop the pages of a tensor from the memory of this process. The next access maps them again from the page
+        cache or the file."""
         mapping = self._mapping
         if mapping is None:
             return

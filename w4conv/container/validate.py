@@ -249,9 +249,9 @@ class _IndexWalk:
 
     def _scheme(self, name: str, entry: Mapping[str, Any]) -> QuantScheme:
         kind = entry.get("scheme")
-        if not isinstance(kind, str) or kind not in scheme.BITS:
-            self._fail("3.7", f"{name}: scheme is {_short(kind)}; known are {', '.join(scheme.BITS)}")
-        if kind in scheme.FLOAT_KINDS:
+        if not isinstance(kind, str) or kind not in scheme.KINDS:
+            self._fail("3.7", f"{name}: scheme is {_short(kind)}; known are {', '.join(scheme.KINDS)}")
+        if scheme.KINDS[kind].is_float:
             return QuantScheme(kind)
         group_size, scale_dtype = entry.get("group_size"), entry.get("scale_dtype")
         if not isinstance(scale_dtype, str):

@@ -16,13 +16,13 @@ Block = bytes | npt.NDArray[np.generic]
 
 
 class Sink(Protocol):
-    """Where bytes go: any binary stream whose `write` takes all it is given."""
+    """A binary stream whose `write` takes all bytes given."""
 
     def write(self, data: bytes | memoryview, /) -> object: ...
 
 
 class Log(Protocol):
-    """Told of parts as they become complete; see journal.py.
+    """Records parts as they become complete (journal.py).
 
     kept: digests of the first parts of tensors, which are in the sink already.
     """
@@ -33,12 +33,12 @@ class Log(Protocol):
 
 
 class Writer:
-    """Takes the parts of a layout in file order, each in blocks of any size; the gaps between them it fills itself.
+    """Writes the parts of a layout in file order, each in blocks of any size, and the gaps between them.
 
     Creating it writes header, index and blobs; `finish` writes the trailer. Raises ValueError when a block belongs to
     another part than the one due, is too long, or a part is missing at the end: faults of the caller, never of data.
 
-    log: parts that it has kept are left as they are; then the sink has to have `seek`.
+    log: its kept parts are not written again; the sink then needs `seek`.
     """
 
     def __init__(self, sink: Sink, layout: Layout, *, log: Log | None = None) -> None:
@@ -64,7 +64,7 @@ class Writer:
 
     @property
     def due(self) -> str | None:
-        """Name of the tensor that is to be written next; None when all are."""
+        """Name of the next tensor to write; None after the last."""
         return None if self._part is None else self._name
 
     def write(self, name: str, kind: str, block: Block) -> None:
@@ -111,7 +111,7 @@ class Writer:
         self._sink.seek(self._position)  # type: ignore[attr-defined]  # see `log`
 
     def _next_part(self) -> None:
-        """Make the next part with bytes the one that is due; empty ones need no writing."""
+        """Go to the next part that has bytes."""
         self._part: Part | None = None
         for name, part in self._due:
             if part.nbytes:

@@ -13,7 +13,7 @@ from w4conv import codes
 from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import config_of
 from w4conv.models import parse_config
-from w4conv.sources.base import PLAIN, Source
+from w4conv.sources.base import Source
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -50,8 +50,8 @@ def _settle_head(source: Source, config: dict[str, Any], head: str | None) -> It
         if not declared and head is None and EMBEDDING in tensors:
             raise InputError(
                 f"{source.path}: the model needs tensors that are missing: {HEAD}, as {says} in config.json; "
-                "transformers would fill it with random numbers. Fetch the checkpoint again; or, if the embedding is "
-                "the head, say so with --head tied"
+                "transformers would fill it with random numbers. It may be a bare backbone: save the whole "
+                "model; or, if the embedding is the head, say so with --head tied"
             )
         tied = declared or head == "tied"
         if tied and not declared:
@@ -99,7 +99,7 @@ def _of_types(config: Mapping[str, Any], source: Source) -> Iterator[str]:
     if None not in names and names[0] != names[1]:
         yield f"config.json has dtype {_word(names[0])} and torch_dtype {_word(names[1])}; transformers takes dtype."
     declared = next((name for name in names if name is not None), None)
-    found = {t.dtype for t in source.tensors.values() if len(t.shape) > 1 and t.stored_as in PLAIN}
+    found = {t.dtype for t in source.tensors.values() if len(t.shape) > 1 and not t.is_quantized}
     if source.kind != "gguf" and isinstance(declared, str) and declared in DTYPES and found - {DTYPES[declared]}:
         yield (
             f"config.json says that weights are {declared}, but matrices are stored as {', '.join(sorted(found))}: "
@@ -137,7 +137,7 @@ def _of_ropes(config: Mapping[str, Any]) -> Iterator[str]:
         longest, original, factor = config.get("max_position_embeddings"), own.get(key), own.get("factor")
         if words[0] == "yarn" or (words[0] is None and words[1] == "yarn"):
             numbers = [n for n in (longest, original, factor) if isinstance(n, int | float) and n]
-            if len(numbers) == 3 and abs(numbers[0] / numbers[1] - numbers[2]) > 1e-6 * numbers[2]:
+            if len(numbers) == 3 and numbers[0] / numbers[1] not in (1, numbers[2]):
                 yield (
                     f"{where}: factor {_word(factor)} times {original} positions is not max_position_embeddings "
                     f"{_word(longest)}; the factor is used, as in transformers."

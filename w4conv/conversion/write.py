@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
-from w4conv.calibration.calibrator import Calibrator, StatisticsCalibrator, TextCalibrator
+from w4conv.arrays import VALUE_DTYPES, Array
+from w4conv.calibration.calibrator import Calibrator, SequentialCalibrator, StatisticsCalibrator
 from w4conv.calibration.statistics import Statistics
 from w4conv.container import SIGNATURE, Journal, Writer, stamp
 from w4conv.conversion.plan import ConversionPlan
@@ -22,14 +23,12 @@ from w4conv.quantization.calibrated import Solution
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import CodedRows
 
-Array = npt.NDArray[np.generic]
-
 
 def write(
     plan: ConversionPlan, out: Path, *, overwrite: bool, resume: bool, threads: int | None, progress: Progress
 ) -> tuple[str, tuple[str, ...]]:
     """(conversion digest, notes on the values). Raises InputError, OutputError."""
-    itemsize = {name: codes.VALUE_DTYPES[t.dtype.lower()].itemsize for name, t in plan.source.tensors.items()}
+    itemsize = {name: VALUE_DTYPES[t.dtype].itemsize for name, t in plan.source.tensors.items()}
     progress.start(sum(t.n_values * itemsize[t.name] for t in plan.layout.tensors.values()))
     n_underflowed = n_tensors = 0
     sources = stamp(plan.source.files)
@@ -81,7 +80,7 @@ def _calibrator(
         parts = plan.layout.tensors[name].parts
         return {part.kind: np.frombuffer(target.read_at(part.offset, part.nbytes), np.uint8) for part in parts}
 
-    return TextCalibrator(
+    return SequentialCalibrator(
         plan.source, plan.spec(), plan.layout, plan.methods, plan.calibration, threads=threads, solved=progress.advance,
         kept=kept, stored=stored,
     )  # fmt: skip
@@ -149,7 +148,7 @@ class _Values:
             self._writer.write(name, "codes", parts.pop("codes"))
             for kind, part in parts.items():
                 rest.setdefault(kind, []).append(part)
-            self._progress.advance(coded.codes.size * codes.VALUE_DTYPES["f32"].itemsize, name)
+            self._progress.advance(coded.codes.size * VALUE_DTYPES["F32"].itemsize, name)
         for kind, blocks in rest.items():
             self._writer.write(name, kind, np.concatenate(blocks, axis=1))
 

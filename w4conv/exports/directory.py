@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from w4conv.errors import OutputError, UsageError
-from w4conv.files.target import STDOUT, lock_output
+from w4conv.files.target import STDOUT, lock_output, output_errors, sync_directory
 
 LEFTOVER: Final = "what an interrupted export had left was cleaned up"
 # What a directory may hold to count as a model, so that --overwrite never removes anything else.
@@ -22,7 +22,7 @@ def check_directory(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise OutputError when `path` cannot become a directory of `nbytes`."""
     if path in (STDOUT, Path("/dev/stdout")):
         raise UsageError("this format is a directory, which standard output cannot take. Name a directory")
-    with _output_errors(path):
+    with output_errors(path):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise OutputError(f"{path} exists already and is not a directory. Choose another name")
         if path.is_dir() and (held := sorted(p.name for p in path.iterdir())):
@@ -68,21 +68,21 @@ def open_directory(path: Path, nbytes: int, *, overwrite: bool = False) -> Itera
     check_directory(path, nbytes, overwrite=overwrite)
     final = path.resolve()
     partial, aside = (final.with_name(f"{final.name[:200]}.{ending}") for ending in ("partial", "old"))
-    with _output_errors(path):
+    with output_errors(path):
         lock, removed = _claim(path, partial)
     try:
-        with _output_errors(path):
+        with output_errors(path):
             recovered = _recover(final, aside)
         if recovered:
             check_directory(path, nbytes, overwrite=overwrite)
         removed = removed or recovered
         yield OpenDirectory(partial, removed)
-        with _output_errors(path):
-            _sync(partial)
+        with output_errors(path):
+            sync_directory(partial)
         check_directory(path, 0, overwrite=overwrite)  # it may have appeared meanwhile
-        with _output_errors(path):
+        with output_errors(path):
             _move(partial, final, aside=aside)
-            _sync(final.parent)
+            sync_directory(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -152,20 +152,3 @@ def _move(partial: Path, final: Path, *, aside: Path) -> None:
         raise
     if replaces:
         shutil.rmtree(aside)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _output_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OutputError(f"cannot write {path}: {reason}. Check the path, its permissions and the space") from error

@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import Array
 from w4conv.container import TensorInfo
 from w4conv.errors import InputError
 from w4conv.exports.directory import LEFTOVER
@@ -32,7 +33,7 @@ from w4conv.exports.gguf_blocks import BLOCK_TYPES, BY_NAME
 from w4conv.exports.gguf_metadata import metadata
 from w4conv.exports.gguf_values import Value, string
 from w4conv.exports.huggingface import checked_blocks
-from w4conv.exports.model import CodedRows, ExportModel
+from w4conv.exports.model import ExportModel, UnpackedRows
 from w4conv.exports.packed import exponents, offsets, signed_zeros, spread
 from w4conv.exports.plan import FLOAT_WORDS, Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.files.target import check_target, open_target
@@ -41,8 +42,6 @@ from w4conv.progress import Progress
 from w4conv.sources.gguf import stored_rows
 from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES, Architecture
 from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS
-
-Array = npt.NDArray[np.generic]
 
 VERSION: Final = 3
 ALIGNMENT: Final = 32
@@ -231,7 +230,7 @@ def _blocks(model: ExportModel, info: TensorInfo, kind: str, order: npt.NDArray[
     return iter((_encode(model.whole(info), kind, info)[order],))
 
 
-def _encode(rows: CodedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint8]:
+def _encode(rows: UnpackedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.uint8]:
     """(n_rows, bytes of a row)."""
     if kind in BY_NAME:
         return BY_NAME[kind].blocks(rows)

@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.exports.model import CodedRows
+from w4conv.arrays import Bytes
+from w4conv.exports.model import UnpackedRows
 from w4conv.scheme import QuantScheme
 
-Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.generic]
 
 
@@ -31,12 +31,12 @@ class BlockType:
     bytes_of_groups: tuple[int, int]
     encode: Callable[[_Rows], Sequence[Bytes]]
 
-    def holds(self, rows: CodedRows) -> bool:
+    def holds(self, rows: UnpackedRows) -> bool:
         scales = rows.scales
         groups = [g for g in (scales.scales, scales.offsets) if g is not None and g.dtype == np.int8]
         return _within(rows.codes, self.codes) and all(_within(g, self.bytes_of_groups) for g in groups)
 
-    def blocks(self, rows: CodedRows) -> Bytes:
+    def blocks(self, rows: UnpackedRows) -> Bytes:
         """(n_rows, bytes of a row)."""
         r = _Rows(rows, self.columns)
         return np.concatenate(self.encode(r), axis=2).reshape(len(rows.codes), -1)
@@ -45,7 +45,7 @@ class BlockType:
 class _Rows:
     """Arrays of some rows, by blocks: (n_rows, n_blocks, numbers of a block)."""
 
-    def __init__(self, rows: CodedRows, columns: int) -> None:
+    def __init__(self, rows: UnpackedRows, columns: int) -> None:
         n_rows, n_columns = rows.codes.shape
         self._shape = n_rows, n_columns // columns, -1
         self._scales = rows.scales

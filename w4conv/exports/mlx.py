@@ -20,7 +20,7 @@ import numpy.typing as npt
 from w4conv.container import TensorInfo
 from w4conv.errors import InputError
 from w4conv.exports.huggingface import HuggingFacePlan
-from w4conv.exports.model import CodedRows, ExportModel, Scales
+from w4conv.exports.model import ExportModel, Scales, UnpackedRows
 from w4conv.exports.packed import (
     Coded,
     can_stay,
@@ -119,7 +119,7 @@ def _mxfp4(model: ExportModel, c: Coded) -> Exported:
     info = c.info
     n_rows, n_columns = info.shape
 
-    def packed(rows: CodedRows) -> npt.NDArray[np.uint32]:
+    def packed(rows: UnpackedRows) -> npt.NDArray[np.uint32]:
         groups = np.ascontiguousarray(rows.codes).view(np.uint8).reshape(len(rows.codes), -1, GROUP)
         scaled = signed_zeros(groups, spread(rows.scales.scales, info, GROUP))
         return words(scaled.reshape(len(scaled), -1), 4)

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Array
 from w4conv.container import Container, TensorInfo
 from w4conv.errors import InputError
 from w4conv.files.blobs import config_of
 from w4conv.models import spec_of
 from w4conv.models.spec import TensorSpec
 from w4conv.scheme import TILE_ROWS
-
-Array = npt.NDArray[np.generic]
 
 BLOCK_VALUES: Final = 1 << 22  # values unpacked at a time
 
@@ -39,7 +38,7 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedRows:
+class UnpackedRows:
     """Rows of a quantized matrix. codes: (n_rows, n_columns) uint8 0..15, or int8."""
 
     codes: Array
@@ -73,12 +72,12 @@ class ExportModel:
         """Names of tensors that hold the matrices of all experts of a layer."""
         return [info.name for _, info in self.tensors if len(info.shape) > 2]
 
-    def coded(self, info: TensorInfo, rows: slice, matrix: int = 0) -> CodedRows:
+    def coded(self, info: TensorInfo, rows: slice, matrix: int = 0) -> UnpackedRows:
         """Some rows of a quantized matrix, or of one of a stack; `rows` starts on a tile."""
         n_tiles = codes.n_tiles(rows.stop) - rows.start // TILE_ROWS
         dwords = self._tiles(info, "codes", rows, matrix).reshape(-1).view("<u4").reshape(1, n_tiles, -1, TILE_ROWS)
         unpacked = codes.unpack(info.scheme, dwords, rows.stop - rows.start, info.shape[-1])[0]
-        return CodedRows(unpacked, self.scales(info, rows, matrix))
+        return UnpackedRows(unpacked, self.scales(info, rows, matrix))
 
     def scales(self, info: TensorInfo, rows: slice | None = None, matrix: int = 0) -> Scales:
         """The scales of a quantized matrix, or of some rows that start on a tile; its codes are not read."""
@@ -97,10 +96,10 @@ class ExportModel:
         raw = self.container.part(info.name, kind).reshape(n_matrices, codes.n_tiles(n_rows), -1)[matrix]
         return np.ascontiguousarray(raw[rows.start // TILE_ROWS : codes.n_tiles(rows.stop)], np.uint8)
 
-    def whole(self, info: TensorInfo, matrix: int = 0) -> CodedRows:
+    def whole(self, info: TensorInfo, matrix: int = 0) -> UnpackedRows:
         return self.coded(info, slice(0, info.shape[-2]), matrix)
 
-    def coded_blocks(self, info: TensorInfo) -> Iterator[CodedRows]:
+    def coded_blocks(self, info: TensorInfo) -> Iterator[UnpackedRows]:
         return (self.coded(info, rows) for rows in row_blocks(info))
 
 

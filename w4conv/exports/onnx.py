@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import Array
 from w4conv.container import TensorInfo
 from w4conv.errors import InputError, UsageError
 from w4conv.exports.directory import LEFTOVER, check_directory, open_directory
 from w4conv.exports.huggingface import checked_blocks, plain_config
-from w4conv.exports.model import CodedRows, ExportModel
+from w4conv.exports.model import ExportModel, UnpackedRows
 from w4conv.exports.packed import unsigned
 from w4conv.exports.plan import Exported, FileSize, FloatWriter, Options, Output, Plan
 from w4conv.files.blobs import json_object
@@ -35,10 +36,9 @@ from w4conv.models.rope import RopeSpec
 from w4conv.models.spec import TensorSpec
 from w4conv.progress import Progress
 
-Array = npt.NDArray[np.generic]
-
 KINDS: Final = ("int4", "int4z", "int8")
 ROW_BLOCKS: Final = (128, 64, 32)  # for one scale a row
+NO_NODES: Final = ("clamped_silu",)  # activations that the graph does not write
 HEAD_MULTIPLE: Final = 16
 ALIGNMENT: Final = 64
 GENAI_TYPES: Final = {"gemma3": "gemma3_text", "olmo2": "olmo"}  # where it has another word
@@ -51,6 +51,7 @@ def plan(model: ExportModel, options: Options) -> Plan:
     for reason, there in (
         ("experts", spec.experts is not None),
         ("sinks", spec.sinks),
+        (f"the activation {spec.activation}", spec.activation in NO_NODES),
         ("a rotary embedding that depends on the length of the text", spec.rope.scaling in ("dynamic", "longrope")),
     ):
         if there:
@@ -162,7 +163,7 @@ def _export(model: ExportModel, options: Options, tensor: TensorSpec, info: Tens
     return Exported(info, f"{scheme.bits}-bit", tuple(outputs))
 
 
-def _packed(rows: CodedRows, info: TensorInfo, width: int) -> npt.NDArray[np.uint8]:
+def _packed(rows: UnpackedRows, info: TensorInfo, width: int) -> npt.NDArray[np.uint8]:
     """(n_rows, width * bits / 8), columns beyond the last one zero."""
     bits = info.scheme.bits
     zero = codes.INT4_PAD if bits == 4 else 128

@@ -8,6 +8,7 @@ from typing import Any, Final
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from w4conv import __version__
+from w4conv.errors import InputError
 from w4conv.exports.plan import Output
 from w4conv.models.spec import ModelSpec
 
@@ -193,8 +194,13 @@ class _Decoder:
         if spec.activation == "silu":
             sigmoid = self._node("Sigmoid", [gate], f"{module}.sigmoid")
             activated = self._node("Mul", [gate, sigmoid], f"{module}.silu")
-        else:  # its tanh form
+        elif spec.activation == "gelu_tanh":
             activated = self._node("FastGelu", [gate], f"{module}.gelu", domain=MICROSOFT)
+        else:
+            raise InputError(
+                f"the activation {spec.activation} of {spec.architecture} has no nodes in ONNX here. Export to another "
+                "format"
+            )
         gated = self._node("Mul", [activated, up], f"{module}.gated")
         return self._linear(f"{module}.down_proj", gated)
 

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import Array
 from w4conv.container import TensorInfo
 from w4conv.errors import InputError, UsageError
 from w4conv.exports.model import ExportModel, Scales
@@ -17,7 +18,6 @@ from w4conv.exports.plan import Exported, FloatWriter, Options, Output
 from w4conv.models.spec import TensorSpec
 from w4conv.sources.packed.mxfp4 import BIAS, SIGN
 
-Array = npt.NDArray[np.generic]
 Words = npt.NDArray[np.uint32]
 
 GROUP_MULTIPLE: Final = 32  # groups of all schemes are multiples of it, so repeating scales fits any row that is

@@ -12,15 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import VALUE_DTYPES, Array, F32Array
 from w4conv.container import TensorInfo
 from w4conv.errors import InputError
 from w4conv.exports.model import ExportModel, row_blocks
 from w4conv.progress import Progress
 
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
-
-FLOAT_WORDS = {"f16": "F16", "bf16": "BF16", "f32": "F32"}
+FLOAT_WORDS = {word.lower(): word for word in VALUE_DTYPES}
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": math.inf}
 
 
@@ -107,7 +105,7 @@ class FloatWriter:
     itemsize: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.itemsize = codes.VALUE_DTYPES[self.dtype].itemsize
+        self.itemsize = VALUE_DTYPES[FLOAT_WORDS[self.dtype]].itemsize
 
     def export(
         self,

@@ -73,7 +73,7 @@ class MappedFile:
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Bytes [offset, offset + nbytes) as a read-only view, which must lie inside the file as it was opened.
 
-        Raises InputError when the file has shrunk since: touching the lost pages of a mapping would kill the process;
+        Raises InputError when the file has shrunk since: SIGBUS after truncation would kill the process;
         ClosedError after `close`.
         """
         if not 0 <= offset <= offset + nbytes <= self.nbytes:

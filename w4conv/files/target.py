@@ -51,7 +51,7 @@ class Target:
 
     def write(self, data: bytes | memoryview, /) -> None:
         view = memoryview(data).cast("B")
-        with _output_errors(self._path):
+        with output_errors(self._path):
             while view:
                 n = self._stream.write(view[:_BYTES_AT_ONCE]) or 0
                 view = view[n:]
@@ -62,14 +62,14 @@ class Target:
 
     def seek(self, offset: int) -> None:
         assert self.file
-        with _output_errors(self._path):
+        with output_errors(self._path):
             self.file.seek(offset)
 
     def read_at(self, offset: int, n: int) -> bytes:
         """`n` bytes, or fewer at the end of the file."""
         assert self.file
         blocks = []
-        with _output_errors(self._path):
+        with output_errors(self._path):
             while n and (block := os.pread(self.file.fileno(), min(n, _BYTES_AT_ONCE), offset)):
                 blocks.append(block)
                 n, offset = n - len(block), offset + len(block)
@@ -78,7 +78,7 @@ class Target:
     def write_at(self, offset: int, data: bytes) -> None:
         """A few bytes elsewhere; `write` goes on where it was."""
         assert self.file
-        with _output_errors(self._path):
+        with output_errors(self._path):
             if os.pwrite(self.file.fileno(), data, offset) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -87,7 +87,7 @@ def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise OutputError when `path` cannot take `nbytes`: it exists, its directory is missing or read-only, or full."""
     if path in _STDOUTS:
         return
-    with _output_errors(path):
+    with output_errors(path):
         if path.is_dir():
             raise OutputError(f"{path} is a directory. Name a file in it, such as {path / 'model.w4'}")
         if _is_stream(path):
@@ -132,23 +132,23 @@ def open_target(
         if sys.stdout.isatty():
             raise OutputError("standard output is a terminal. Redirect it to a file or a pipe, or name a file")
         yield Target(sys.stdout.buffer, path)
-        with _output_errors(path):
+        with output_errors(path):
             sys.stdout.buffer.flush()
         return
     if _is_stream(path):
-        with _output_errors(path):
+        with output_errors(path):
             stream = path.open("wb", buffering=0)
         with stream:
             yield Target(stream, path)
         return
     final, partial = path.resolve(), partial_of(path)
-    with _output_errors(path):
+    with output_errors(path):
         file, removed = _claim(path, partial, signature, resume=resume)
     with file:  # closing it lets the lock go, so that is last
         keep = resume
         try:
             yield Target(file, path, file=file, removed=removed)
-            with _output_errors(path):
+            with output_errors(path):
                 file.truncate(nbytes)
                 keep = False  # after a failed sync nobody knows what the disk holds, whatever reading it back says
                 os.fsync(file.fileno())
@@ -161,7 +161,7 @@ def open_target(
                     partial.unlink()
             raise
     try:
-        _sync_directory(final.parent)
+        sync_directory(final.parent)
     except OSError as error:
         reason = error.strerror or str(error)
         raise OutputError(
@@ -256,7 +256,7 @@ def _start_writeback(file: FileIO) -> None:
         start(file.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """So that the new name outlives a power cut, where the file system can promise that."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -269,7 +269,8 @@ def _sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _output_errors(path: Path) -> Iterator[None]:
+def output_errors(path: Path) -> Iterator[None]:
+    """What the system refuses, as an OutputError that names the path; a reader that has gone stays BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:

@@ -1,11 +1,11 @@
 """The native kernels, with numpy in and out."""
 
 from w4conv.kernels.calibrated import (
-    add_products,
     factor,
-    product,
+    gemm_nt,
+    gemm_tn,
+    gptq_round,
     refine,
-    round_with_feedback,
     search_scales,
     solve_rows,
 )
@@ -20,11 +20,34 @@ from w4conv.kernels.convert import (
 )
 from w4conv.kernels.multiply import PASS_TOKENS, dequantize, matmul, matrix_parts, multiply_registers, read
 from w4conv.kernels.pool import as_bytes, starting_threads
-from w4conv.kernels.tiers import build_info, dot_instruction, explain_lost_pages, isa_tier, isa_tiers
+from w4conv.kernels.tiers import build_info, dot_instruction, explain_sigbus, isa_tier, isa_tiers
 
 __all__ = [
-    "PASS_TOKENS", "BadValueError", "Difference", "PackedRows", "add_products", "as_bytes", "build_info", "compare",
-    "compare_with_source", "dequantize", "dot_instruction", "explain_lost_pages", "factor", "isa_tier", "isa_tiers",
-    "matmul", "matrix_parts", "multiply_registers", "pack_float", "product", "quantize_rtn", "read", "refine",
-    "round_with_feedback", "search_scales", "solve_rows", "starting_threads",
+    "PASS_TOKENS",
+    "BadValueError",
+    "Difference",
+    "PackedRows",
+    "as_bytes",
+    "build_info",
+    "compare",
+    "compare_with_source",
+    "dequantize",
+    "dot_instruction",
+    "explain_sigbus",
+    "factor",
+    "gemm_nt",
+    "gemm_tn",
+    "gptq_round",
+    "isa_tier",
+    "isa_tiers",
+    "matmul",
+    "matrix_parts",
+    "multiply_registers",
+    "pack_float",
+    "quantize_rtn",
+    "read",
+    "refine",
+    "search_scales",
+    "solve_rows",
+    "starting_threads",
 ]  # fmt: skip

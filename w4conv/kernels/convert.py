@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import UsageError
 from w4conv.kernels.multiply import matrix_parts
 from w4conv.kernels.pool import as_bytes, native_pool
-from w4conv.scheme import KEPT_ONLY, TILE_ROWS, QuantScheme
+from w4conv.scheme import KINDS, TILE_ROWS, QuantScheme
 
 Array = npt.NDArray[np.generic]
 F32Array = npt.NDArray[np.float32]
-VALUE_DTYPES = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 
 
 class BadValueError(ValueError):
@@ -51,7 +51,7 @@ def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int
     values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
     (16 rows) may be coded one after another and concatenated. Raises BadValueError.
     """
-    if scheme.is_float or scheme.kind in KEPT_ONLY or scheme.scale_dtype != "f16":
+    if scheme.is_float or not KINDS[scheme.kind].is_rounded_to or scheme.scale_dtype != "f16":
         raise UsageError(f"no native quantizer for scheme {scheme}")
     return _convert(values, dtype, scheme, threads)
 
@@ -72,7 +72,7 @@ def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None
     n_lines = -(-n_columns // scheme.columns_per_dword)
     lines = np.empty((n_tiles, n_lines, TILE_ROWS), np.uint32)
     scales = np.empty((n_tiles, scheme.n_groups(n_columns), TILE_ROWS), np.float16)
-    zero_points = np.empty(scales.shape, np.uint8) if scheme.kind == "int4z" else None
+    zero_points = np.empty(scales.shape, np.uint8) if scheme.has_zero_points else None
     if lines.size == 0:
         return PackedRows(lines, scales, zero_points, 0)
     reason, row, column, n_underflowed = _native.convert(
@@ -93,16 +93,17 @@ def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None
 
 
 class Difference(NamedTuple):
-    """Of y from x, with e = y - x. sums: float64 (3, n_rows, n_groups), of each row and group x * x, e * e, x * e.
+    """How y differs from x; e = y - x.
 
-    largest: |e|, NaN where there is one. equal: every x == y. remade: whether round-to-nearest, or packing, makes the
-    very bytes of the values; False where that was not asked.
+    sums: float64 (3, n_rows, n_groups), over each row and group: x * x, e * e, x * e. largest: the largest |e|, NaN if
+    any is NaN. equal: every x == y. reproduced: round-to-nearest, or packing, of the values gives the same bytes; False
+    where it was not tried.
     """
 
     sums: npt.NDArray[np.float64]
     largest: float
     equal: bool
-    remade: bool = False
+    reproduced: bool = False
 
 
 def compare(x: F32Array, y: F32Array, group_size: int, *, threads: int | None = None) -> Difference:
@@ -119,20 +120,20 @@ def compare_with_source(
     parts: Mapping[str, Array],
     group_size: int,
     *,
-    remake: bool,
+    reproduce: bool,
     threads: int | None = None,
 ) -> Difference:
-    """A coded matrix, y, and the values that it was made of, x (n_rows, n_columns), as `quantize_rtn` takes them.
+    """How a coded matrix y differs from its source values x (n_rows, n_columns), which are as in `quantize_rtn`.
 
-    The same as `compare` with `dequantize`, and as `quantize_rtn` or `pack_float` for `remade`, in one pass over
-    memory. remake: only for schemes that these make.
+    Equals `compare` with `dequantize`, in one pass over memory. reproduce: also try `quantize_rtn` or `pack_float`;
+    only for schemes that these make.
     """
     n_rows, n_columns = values.shape
     if not values.size:
-        return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, remade=remake)
+        return Difference(np.empty((3, n_rows, 0)), 0.0, equal=True, reproduced=reproduce)
     sums = np.empty((3, n_rows, -(-n_columns // group_size)))
     found = _native.compare_with_source(
         native_pool(threads), as_bytes(values), dtype,
-        matrix_parts(scheme, (n_rows, n_columns), parts), remake, group_size, sums,
+        matrix_parts(scheme, (n_rows, n_columns), parts), reproduce, group_size, sums,
     )  # fmt: skip
     return Difference(sums, *found)

@@ -29,9 +29,10 @@ def build_info() -> str:
     return _native.BUILD
 
 
-def explain_lost_pages() -> None:
-    """From now on a mapped file that is shortened under this process ends it with a message and exit code 3.
+def explain_sigbus() -> None:
+    """Install a handler for SIGBUS after truncation: the process ends with a message and exit code 3.
 
-    Without it, that is a bare SIGBUS. For programs to call: there is one handler in a process.
+    The kernel sends SIGBUS on access to a mapped page beyond the new end of a file. A process has one handler, so
+    programs call this, libraries do not.
     """
     _native.explain_lost_pages()

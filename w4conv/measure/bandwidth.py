@@ -1,4 +1,4 @@
-"""What the machine can read and multiply: the ceilings that decode and prefill are held against."""
+"""Read bandwidth and dot product peak of the machine: the ceilings of decode and prefill."""
 
 from __future__ import annotations
 

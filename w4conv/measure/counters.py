@@ -38,7 +38,7 @@ class Counters:
     """Counts from now on, of this thread, the threads it will start, and of the memory controllers of the machine.
 
     So make it before a model's threads. Names: cycles, instructions, cache_misses, page_faults; memory_read and
-    memory_write in bytes, of all programs. Only what the kernel offers is there.
+    memory_write in bytes, of all programs. Names that the kernel does not offer are absent.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class MemoryEvent(NamedTuple):
 
 
 def memory_events(devices: Path) -> Iterator[MemoryEvent]:
-    """What the controllers under /sys/bus/event_source/devices name cas_count_read and cas_count_write."""
+    """The events that controllers under /sys/bus/event_source/devices name cas_count_read and cas_count_write."""
     for device in sorted(devices.glob("uncore_imc*")):
         for name, event in (("memory_read", "cas_count_read"), ("memory_write", "cas_count_write")):
             try:
@@ -125,6 +125,6 @@ def _open(kind: int, config: int, flags: int, *, pid: int, cpu: int) -> int | No
 
 
 def _value(counter: _Counter) -> float:
-    """Scaled up where the CPU had fewer counters than were asked for and took turns."""
+    """Scaled up where events were multiplexed: more were asked for than the CPU has counters."""
     count, enabled, running = struct.unpack("=QQQ", os.read(counter.fd, 24))
     return float(count * counter.scale * (enabled / running if running else 0))

@@ -1,4 +1,4 @@
-"""How far restored values are from their source: error statistics gathered over blocks of rows, in float64."""
+"""Distortion: error statistics of dequantized values against their source, over blocks of rows, in float64."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import kernels
-
-F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
+from w4conv.arrays import F32Array, F64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class WorstGroup:
 
 @dataclass(frozen=True, slots=True)
 class Distortion:
-    """Error of restored values y against source values x.
+    """Error of dequantized values y against source values x.
 
     max_abs_error: max |y - x|. rmse: sqrt(mean((y - x)^2)). sqnr_db: 10 log10(sum x^2 / sum (y - x)^2), None when there
     is no error. cosine: x.y / (|x| |y|), None when either is all zeros. worst_group: None when no group has an error.
@@ -49,16 +46,16 @@ class DistortionMeter:
         self._max = self._signal = self._noise = self._cross = 0.0
         self._worst: WorstGroup | None = None
 
-    def add(self, source: F32Array, restored: F32Array) -> None:
-        """source, restored: (n_rows, n_columns) float32, the next rows of one tensor."""
+    def add(self, source: F32Array, dequantized: F32Array) -> None:
+        """source, dequantized: (n_rows, n_columns) float32, the next rows of one tensor."""
         n_rows, n_columns = source.shape
         if n_columns:
-            self.add_found(kernels.compare(source, restored, self._group_size or n_columns), n_columns)
+            self.add_found(kernels.compare(source, dequantized, self._group_size or n_columns), n_columns)
         else:
             self._n_rows += n_rows
 
     def add_found(self, found: kernels.Difference, n_columns: int) -> None:
-        """The same, of rows that were compared already, in groups of the size given above."""
+        """As `add`, from a comparison already made with this group size."""
         signal, noise, cross = found.sums
         self._signal += float(signal.sum())
         self._noise += float(noise.sum())
@@ -69,7 +66,7 @@ class DistortionMeter:
         self._n_rows += len(signal)
 
     def merge(self, other: DistortionMeter) -> None:
-        """Add the sums of another tensor; its groups have no place in this one, so `worst_group` is left alone."""
+        """Add the sums of another tensor; `worst_group` stays, since its groups are of another tensor."""
         self._n_values += other._n_values
         self._signal += other._signal
         self._noise += other._noise
@@ -78,8 +75,8 @@ class DistortionMeter:
 
     def result(self) -> Distortion:
         # With y = x + e: x.y = x.x + x.e and y.y = x.x + 2 x.e + e.e
-        restored = max(self._signal + 2 * self._cross + self._noise, 0.0)
-        norms = math.sqrt(self._signal) * math.sqrt(restored)
+        dequantized = max(self._signal + 2 * self._cross + self._noise, 0.0)
+        norms = math.sqrt(self._signal) * math.sqrt(dequantized)
         return Distortion(
             n_values=self._n_values,
             max_abs_error=self._max,

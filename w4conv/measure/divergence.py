@@ -1,8 +1,8 @@
-"""Kullback-Leibler divergence of a model from another on the same tokens, with no file between.
+"""Kullback-Leibler divergence (KLD) of a model from its base on the same tokens, without a file of logits.
 
-At each scored position: KLD = sum over the vocabulary of p (ln p - ln q), p the base's probabilities and q the model's,
-both by a float64 log-sum-exp of float32 logits; nothing is clipped or rounded, so that a model diverges from itself by
-exactly 0. (llama-perplexity keeps the base's log-probabilities in 16 bits and leaves out those below -16.)
+At each scored position KLD = sum over the vocabulary of p (ln p - ln q), with the probabilities p of the base and q of
+the model, both by a float64 log-sum-exp of float32 logits. Nothing is clipped or rounded, so the KLD of a model from
+itself is exactly 0. (llama-perplexity keeps the base's log-probabilities in 16 bits and leaves out those below -16.)
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import elementary
+from w4conv.arrays import F64Array
 from w4conv.errors import InputError
 from w4conv.measure.layerwise import ScoredBlock
-from w4conv.measure.perplexity import F64Array, NotFiniteError, Windows
+from w4conv.measure.perplexity import NotFiniteError, Windows
 
 PERCENTILES: Final = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 
@@ -35,7 +36,7 @@ class Divergence:
 
     mean, stderr, maximum and percentiles (linearly interpolated): of the KLD in nats. same_top: share of positions
     where both give the same token the highest probability (the first of equals), with its binomial standard error.
-    mean_delta_p, rms_delta_p: q - p of the token that really comes, its mean and the root of its mean square.
+    mean_delta_p, rms_delta_p: q - p of the actual next token: mean and root mean square.
     """
 
     n_scored: int
@@ -51,7 +52,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of each scored token, (n_windows, n_targets): -ln q and -ln p of the token, KLD, whether the top is the same."""
+    """(n_windows, n_targets): -ln q and -ln p of each scored token, KLD, and whether the top token is the same."""
 
     nlls: F64Array
     base_nlls: F64Array
@@ -76,7 +77,7 @@ class Comparison:
         )
 
 
-@np.errstate(invalid="ignore")  # of logits that are not finite, as is told at the end
+@np.errstate(invalid="ignore")  # of logits that are not finite; checked at the end
 def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Comparison:
     """From the logits of a model and of its base over the windows (measure/layerwise.py).
 
@@ -88,11 +89,11 @@ def compare_models(blocks: Iterable[ScoredBlock], windows: Windows) -> Compariso
     out = Comparison(np.empty(shape), np.empty(shape), np.empty(shape), np.empty(shape, np.bool_))
     for block in blocks:
         for i, (row, base_row) in enumerate(zip(*block.logits, strict=True), block.start):
-            place, target = (block.window, i - first), windows.tokens[block.window, i + 1]
+            at, target = (block.window, i - first), windows.tokens[block.window, i + 1]
             log_q, log_p = log_softmax(row), log_softmax(base_row)
-            out.nlls[place], out.base_nlls[place] = -log_q[target], -log_p[target]
-            out.klds[place] = kullback_leibler(log_p, log_q)
-            out.same_top[place] = np.argmax(row) == np.argmax(base_row)
+            out.nlls[at], out.base_nlls[at] = -log_q[target], -log_p[target]
+            out.klds[at] = kullback_leibler(log_p, log_q)
+            out.same_top[at] = np.argmax(row) == np.argmax(base_row)
     if not np.isfinite(out.base_nlls).all():
         raise InputError("the source yields logits that are not finite, so nothing diverges from it; it is broken")
     if not (np.isfinite(out.klds).all() and np.isfinite(out.nlls).all()):

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import F32Array
 from w4conv.container import Container
 from w4conv.errors import InputError
 from w4conv.measure.distortion import DistortionMeter
@@ -22,21 +22,19 @@ from w4conv.sources.base import Source
 from w4conv.sources.gguf_architectures import BY_FAMILY
 
 METHOD: Final = "export"
-# GGUF has one name for families that compute alike, and no place for some windows; the exporter says so.
+# GGUF has one name for families with the same computation, and no key for some windows; the exporter says so.
 GGUF_WITHOUT: Final = ("family", "architecture", "sliding_windows")
-# Gemma rounds it to the type that the weights once had, which GGUF does not record.
+# Gemma rounds it to the original type of the weights, which GGUF does not record.
 GGUF_ROUNDED: Final = {"embedding_scale": 2**-8}
 FLOAT_TOLERANCE: Final = 1e-6  # settings that a format keeps as float32
 _BLOCK_VALUES: Final = 1 << 20  # values compared at a time
-
-F32Array = npt.NDArray[np.float32]
 
 
 def compare_export(container: Container, source: Source, progress: Progress) -> tuple[RoundTrip, list[str]]:
     """(comparison, failures).
 
-    A tensor holds when its values are the container's, or those rounded to nearest in the F16 or BF16 that it is stored
-    in, or of a norm that GGUF stores with 1 added, those after that. Raises InputError when `source` is not of the
+    A tensor passes when its values equal the container's, rounded to nearest where it is stored as F16 or BF16; of a
+    norm that GGUF stores with 1 added, after that. Raises InputError when `source` is not of the
     container's model at all.
     """
     where = f"{source.path} is no export of {container.path}"
@@ -95,13 +93,13 @@ def compare_export(container: Container, source: Source, progress: Progress) -> 
 
 
 def _norm_offset(container: Container) -> float:
-    """What the norms of the model have over ours in a GGUF file, in float32, which may cost them their last bits."""
+    """What GGUF adds to the norms of the model, in float32, which may round their last bits."""
     architecture = BY_FAMILY.get(spec_of(container.blobs).family)
     return architecture.norm_offset if architecture else 0.0
 
 
 def _settings(container: Container, source: Source) -> Iterator[str]:
-    """What of the model's settings, and of the files that travel along, is not the container's."""
+    """Failures of the model's settings, and of its other files, against the container."""
     ours, theirs = (asdict(spec_of(blobs)) for blobs in (container.blobs, source.blobs))
     for key, value in ours.items():
         if source.kind == "gguf" and key in GGUF_WITHOUT:

@@ -1,7 +1,7 @@
 """Where the error of a quantized model arises: layer by layer, and in which matrix.
 
-Errors are mean squares relative to the base's, token by token, and then the mean over tokens: so the few tokens whose
-hidden rows are a thousand times longer than all others count as one each.
+Errors are mean squares relative to the base, for each token; then the mean over tokens. A few tokens have hidden states
+a thousand times larger than all others; so each counts as one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import cpus, kernels
+from w4conv.arrays import F32Array
 from w4conv.models.spec import READS
 from w4conv.runtime.engine import ACTIVATION_BITS, Captured, Matrix
 from w4conv.runtime.layers import LoadedLayer
 
-F32Array = npt.NDArray[np.float32]
-
 N_WINDOWS: Final = 4  # the first of the text, observed
-_BRANCHES: Final = {"attention": "o_proj", "mlp": "down_proj"}  # and the matrix whose outputs they are
+_BRANCHES: Final = {"attention": "o_proj", "mlp": "down_proj"}  # and its last matrix
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixError:
-    """part: place in the layer, such as "q_proj". error: of its outputs, on the base's own inputs."""
+    """part: such as "q_proj". error: of its outputs, on the inputs that it has in the base."""
 
     part: str
     error: float
@@ -34,8 +32,8 @@ class MatrixError:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """Each model in its own run: block, the hidden rows that the layer gives; attention and mlp, what these branches
-    add to them (before a norm on it). matrices: each by itself, the others exact."""
+    """block: of the hidden states after the layer; attention, mlp: of the outputs of these blocks, before a norm on
+    them; each model in its own run. matrices: of one quantized matrix alone, all others exact."""
 
     layer: int
     block: float
@@ -62,8 +60,8 @@ class LayerErrors:
         ours, theirs = loaded
         sums = self._sums.setdefault(layer, {})
 
-        def count(what: str, found: F32Array, wanted: F32Array) -> None:
-            sums[what] = sums.get(what, 0.0) + relative_error(found, wanted)
+        def count(what: str, found: F32Array, target: F32Array) -> None:
+            sums[what] = sums.get(what, 0.0) + relative_error(found, target)
 
         count("block", hidden[0], hidden[1])
         reads = [rows._asdict() for rows in captured]
@@ -71,11 +69,11 @@ class LayerErrors:
             x = reads[1].get(READS.get(part, ""))
             if x is None or x.shape[1:] != matrix[1][1:]:  # experts read the rows of some tokens only
                 continue
-            wanted = self._multiply(matrix, x)
-            count(part, self._multiply(ours.matrices[part], x), wanted)
+            target = self._multiply(matrix, x)
+            count(part, self._multiply(ours.matrices[part], x), target)
             for branch, last in _BRANCHES.items():
                 if part == last:
-                    count(branch, self._multiply(ours.matrices[part], reads[0][READS[part]]), wanted)
+                    count(branch, self._multiply(ours.matrices[part], reads[0][READS[part]]), target)
         self._n_tokens[layer] = self._n_tokens.get(layer, 0) + len(hidden[0])
 
     def result(self) -> tuple[LayerError, ...]:
@@ -96,9 +94,9 @@ class LayerErrors:
 
 
 @np.errstate(invalid="ignore")  # of a model that is broken: the error is NaN
-def relative_error(found: F32Array, wanted: F32Array) -> float:
-    """Sum over rows (the last axis) of |found - wanted|^2 / |wanted|^2; a row of zeros counts as it is wrong or not."""
-    y, e = wanted.astype(np.float64), found.astype(np.float64) - wanted
+def relative_error(found: F32Array, target: F32Array) -> float:
+    """Sum over rows (the last axis) of |found - target|^2 / |target|^2; of a zero target 1 for any error, else 0."""
+    y, e = target.astype(np.float64), found.astype(np.float64) - target
     signal, noise = np.square(y).sum(axis=-1), np.square(e).sum(axis=-1)
     ratio = np.where(noise > 0, 1.0, 0.0)
     return float(np.divide(noise, signal, out=ratio, where=signal > 0).sum())

@@ -1,7 +1,7 @@
-"""Models side by side over a text, layer after layer: one layer of weights of one model is held at a time.
+"""Models side by side over a text, layer by layer: memory holds the weights of one layer of one model.
 
-Every hidden row of a batch of windows is kept between layers, so a batch is as many windows as HIDDEN_NBYTES take; of a
-longer text the layers are read once a batch. The logits are the very bits that `runtime.engine.Model` gives.
+The hidden states of a batch of windows are kept between layers, HIDDEN_NBYTES at most. Each batch reads all layers
+once. The logits are bit for bit those of `runtime.engine.Model`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from w4conv.measure.perplexity import F32Array, F64Array, Windows, check_finite, negative_log_likelihoods
+from w4conv.arrays import F32Array, F64Array
+from w4conv.measure.perplexity import Windows, check_finite, negative_log_likelihoods
 from w4conv.runtime.engine import Captured
 from w4conv.runtime.layers import LayeredModel, LoadedLayer
 
-HIDDEN_NBYTES: Final = 1 << 29  # of the hidden rows of all models together
-_BLOCK_TOKENS: Final = 64  # whose logits are held at a time
+HIDDEN_NBYTES: Final = 1 << 29  # of the hidden states of all models together
+_BLOCK_TOKENS: Final = 64  # logits in memory at a time
 
 
 class ScoredBlock(NamedTuple):
@@ -28,14 +29,14 @@ class ScoredBlock(NamedTuple):
 
 
 class Observer(Protocol):
-    """Looks on while layers run. n_windows: the first so many are shown."""
+    """Observes layers while they run. n_windows: of the first so many windows."""
 
     n_windows: int
 
     def add(
         self, layer: int, loaded: Sequence[LoadedLayer], captured: Sequence[Captured], hidden: Sequence[F32Array]
     ) -> None:
-        """One window: what the products of the layer read, and the hidden rows that it gave, of each model."""
+        """One window: of each model, the inputs of the linear layers and the hidden states after the layer."""
 
 
 def scored_logits(
@@ -48,7 +49,7 @@ def scored_logits(
 ) -> Iterator[ScoredBlock]:
     """Blocks of logits for all scored targets, window after window.
 
-    advance: told the tokens of a batch after each layer of all models, and which layer.
+    advance: called after each layer of all models, with the tokens of the batch and the layer.
     """
     n_windows, ctx = windows.tokens.shape
     n_layers = models[0].spec.n_layers
@@ -71,7 +72,7 @@ def scored_logits(
 
 
 def layered_nlls(blocks: Iterable[ScoredBlock], windows: Windows) -> F64Array:
-    """What `perplexity.token_nlls` gives, from the blocks of one model."""
+    """As `perplexity.token_nlls`, from the blocks of one model."""
     n_windows, ctx = windows.tokens.shape
     out = np.empty((n_windows, ctx - windows.first_target))
     for block in blocks:
@@ -88,7 +89,7 @@ def _run_layer(
     layer: int, models: Sequence[LayeredModel], hidden: Sequence[F32Array], observer: Observer | None, n_observed: int,
     threads: int | None,
 ) -> None:  # fmt: skip
-    if observer is not None and n_observed > 0:  # needs the layer of all models at once
+    if observer is not None and n_observed > 0:  # it needs the layer of all models at once
         loaded = [model.layer(layer, threads=threads) for model in models]
         for i in range(min(n_observed, len(hidden[0]))):
             captured = []

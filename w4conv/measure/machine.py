@@ -1,4 +1,4 @@
-"""What a measurement ran on, as far as the operating system tells."""
+"""The machine that a measurement ran on, as reported by the operating system."""
 
 from __future__ import annotations
 

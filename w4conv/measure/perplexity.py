@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from w4conv import elementary
 from w4conv.arguments import count, optional_count
+from w4conv.arrays import F32Array, F64Array
 from w4conv.errors import InputError, UsageError
 
-F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 DEFAULT_CTX: Final = {"llama.cpp": 512, "gptq": 2048}
@@ -35,13 +34,13 @@ _BLOCK_TOKENS: Final = 128  # logits held at a time
 
 
 class TokenSequence(Protocol):
-    """What is needed of a session of the engine."""
+    """The part of a session of the engine that is used here."""
 
     def append(self, token_ids: IntArray, *, all_logits: bool = False) -> F32Array: ...
 
 
 class Scorer(Protocol):
-    """What is needed of a model."""
+    """The part of a model that is used here."""
 
     def session(self) -> TokenSequence: ...
 
@@ -88,7 +87,7 @@ def make_windows(
 
 
 def token_nlls(model: Scorer, windows: Windows, *, advance: Callable[[int], None] | None = None) -> F64Array:
-    """-ln p of every scored token: (n_windows, n_targets) float64. advance: told the tokens done as they are.
+    """-ln p of every scored token: (n_windows, n_targets) float64. advance: called with the number of tokens just done.
 
     Raises NotFiniteError when the model yields logits that are not finite.
     """
@@ -121,7 +120,7 @@ def check_finite(nlls: F64Array) -> None:
         )
 
 
-@np.errstate(invalid="ignore")  # of logits that are not finite, which `check_finite` tells
+@np.errstate(invalid="ignore")  # of logits that are not finite; `check_finite` raises for them
 def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:
     """logits: (n, vocab_size) float32, targets: (n,). The log-sum-exp is taken in float64, relative to the maximum."""
     out = np.empty(len(targets))
@@ -137,8 +136,8 @@ def negative_log_likelihoods(logits: F32Array, targets: IntArray) -> F64Array:
 class Estimate:
     """A perplexity and its standard error: ppl * sqrt(var(nll) / (n - 1)), tokens taken as independent.
 
-    log, log_stderr: its logarithm, the mean of -ln p in nats, with its standard error. Finite also where the perplexity
-    of a broken model lies beyond float64; value and stderr are infinite then.
+    log, log_stderr: the mean of -ln p in nats, and its standard error. They stay finite where the perplexity of a
+    broken model exceeds float64; value and stderr are infinite then.
     """
 
     value: float
@@ -151,9 +150,9 @@ class Estimate:
 class Increase:
     """How much larger one perplexity is than another on the same tokens.
 
-    difference and ratio with their standard errors, from the paired differences of -ln p token by token. log_ratio: the
-    mean of these differences in nats, with its standard error; finite also where a perplexity lies beyond float64, and
-    the difference, or the ratio too, is infinite or, of two such, not a number.
+    difference and ratio with standard errors, from the paired differences of -ln p of each token. log_ratio: the mean
+    of these differences in nats, with its standard error. It stays finite where a perplexity exceeds float64; the
+    difference, and the ratio too, may then be infinite or NaN.
     """
 
     difference: float
@@ -189,7 +188,7 @@ def increase(nlls: F64Array, base: F64Array) -> Increase:
 
 
 def _exp(x: float) -> float:
-    """e^x, infinite where that lies beyond float64."""
+    """e^x, infinite where that exceeds float64."""
     return float(elementary.exp(np.float64(x)))
 
 

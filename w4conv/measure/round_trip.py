@@ -1,4 +1,4 @@
-"""A container against its checkpoint: the error of every tensor, and whether its bytes can be made again."""
+"""A container against its checkpoint: the error of every tensor, and whether its bytes are reproduced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import Array
 from w4conv.container import Container, TensorInfo
 from w4conv.errors import InputError
 from w4conv.files.blobs import config_of
@@ -19,22 +20,23 @@ from w4conv.models import spec_of
 from w4conv.progress import Progress
 from w4conv.quantization.calibrated import METHODS
 from w4conv.quantization.recipe import is_calibrated
-from w4conv.scheme import KEPT_ONLY, TILE_ROWS
+from w4conv.scheme import KINDS, TILE_ROWS
 from w4conv.sources.base import CodedRows, Source
 
-KEPT_METHOD: Final = "keep"  # codes and scales of the source, as they are
-REPEATABLE_METHOD: Final = "rtn"  # the others depend on a text that the container does not hold
-SAME_IN_GGUF: Final = (("gguf", "MistralForCausalLM", "LlamaForCausalLM"),)  # without windows they compute alike
-_BLOCK_VALUES: Final = 1 << 22  # values compared at a time: 16 MB of float32 where a source has to make them
-
-Array = npt.NDArray[np.generic]
+KEPT_METHOD: Final = "keep"  # codes and scales of the source, unchanged
+REPEATABLE_METHOD: Final = "rtn"  # other methods depend on a calibration set, which a container does not hold
+# The same computation where there are no windows.
+SAME_IN_GGUF: Final = (("gguf", "MistralForCausalLM", "LlamaForCausalLM"),)
+_BLOCK_VALUES: Final = 1 << 22  # values compared at a time: 16 MB of float32
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRoundTrip:
-    """One tensor. same_codes: whether its bytes are what the recorded method makes of the source, or at least mean its
-    very values; None as below. Of an export: whether its values are the container's, rounded to its type where that is
-    a smaller float."""
+    """One tensor.
+
+    same_codes: True where the recorded method reproduces its bytes from the source, or its values equal the source's.
+    None as in RoundTrip. Of an export: True where its values equal the container's, rounded to its type.
+    """
 
     name: str
     scheme: str
@@ -46,10 +48,10 @@ class TensorRoundTrip:
 class RoundTrip:
     """The container against a source; or an export against its container, with source_kind "w4" and method "export".
 
-    changed_files: names of source files that are not, byte for byte, those that the container records.
-    same_codes: whether every tensor's bytes are what the recorded method makes of this source; None when all that can
-    be made again are, and others would need the calibration text. calibration: the container's record of that text.
-    overall: all tensors pooled; quantized: those with codes pooled, None when there are none. notes: a sentence each.
+    changed_files: names of source files whose bytes differ from those that the container records.
+    same_codes: True where the recorded method reproduces the bytes of every tensor from this source. None where all
+    tensors are reproduced but those that need the calibration set. calibration: the container's record of that set.
+    overall: all tensors pooled; quantized: those with codes pooled, None without any. notes: a sentence each.
     """
 
     source: str
@@ -65,7 +67,7 @@ class RoundTrip:
 
 
 def named_alike(container: Container, source: Source) -> bool:
-    """Whether both name the same architecture, or one that computes alike."""
+    """Whether both name the same architecture, or two with the same computation."""
     ours, theirs = _architecture(container.blobs), _architecture(source.blobs)
     return ours == theirs or (source.kind, ours, theirs) in SAME_IN_GGUF
 
@@ -93,7 +95,8 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
     calibrated = _calibrated(container, method)
     overall, quantized = DistortionMeter(), DistortionMeter()
     tensors = []
-    recoded: dict[tuple[str, str], list[str]] = {}  # (there, here) -> names of tensors with the same values
+    # (coding in source, coding in container) -> names of tensors with equal values
+    recoded: dict[tuple[str, str], list[str]] = {}
     progress.start(sum(info.nbytes for info in container.tensors.values()))
     with FileDigests(source.files) as digests:
         for name, info in container.tensors.items():
@@ -102,7 +105,7 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
             for block in _blocks(container, info, source):
                 difference = block.compare(threads)
                 meter.add_found(difference, block.values.shape[1])
-                equal, same = equal and difference.equal, same and difference.remade
+                equal, same = equal and difference.equal, same and difference.reproduced
             overall.merge(meter)
             if not info.scheme.is_float:
                 quantized.merge(meter)
@@ -133,7 +136,7 @@ def compare(container: Container, source: Source, *, threads: int | None, progre
 
 
 def _calibrated(container: Container, method: str) -> set[str]:
-    """Names of the tensors that may not be made again here: linear weights, or all where the method is not known."""
+    """Names of tensors that cannot be reproduced here: calibrated ones, or all where the method is not known."""
     if method in (REPEATABLE_METHOD, KEPT_METHOD):
         return set()
     if method not in METHODS:
@@ -159,34 +162,35 @@ def _recorded_files(container: Container) -> dict[str, str]:
 
 
 def _changed(recorded: dict[str, str], found: dict[str, str]) -> tuple[str, ...]:
-    """Names that only one side has, or that differ."""
+    """Names that only one side has, or whose digests differ."""
     return tuple(name for name in recorded | found if recorded.get(name) != found.get(name))
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some rows of a matrix: source values (n_rows, n_columns), and the bytes of the container that stand for them."""
+    """Some rows of a matrix: source values (n_rows, n_columns), and their bytes in the container."""
 
     info: TensorInfo
     dtype: str
     values: Array
     parts: dict[str, npt.NDArray[np.uint8]]
-    coded: CodedRows | None = None  # as the source has them, where that is the scheme of the container
+    coded: CodedRows | None = None  # codes of the source, where it has the scheme of the container
 
     def compare(self, threads: int | None) -> kernels.Difference:
-        """Source and container. remade: whether the bytes are the source's own, or what rtn makes of its values."""
+        """Source and container. reproduced: the bytes are those of the source, or of RTN on its values."""
         scheme, kept = self.info.scheme, self._is_kept()
         if len(self.info.shape) < 2:  # vectors keep their type
-            restored = codes.dequantize(scheme, self.info.shape, self.parts).reshape(1, -1)
-            found = kernels.compare(codes.as_f32(self.values, self.dtype), restored, max(restored.size, 1))
+            dequantized = codes.dequantize(scheme, self.info.shape, self.parts).reshape(1, -1)
+            found = kernels.compare(codes.as_f32(self.values, self.dtype), dequantized, max(dequantized.size, 1))
             same_type = scheme.kind == self.dtype.lower()
-            return found._replace(remade=same_type and self._equal("values", self.values))
-        remake = not kept and (scheme.is_float or (scheme.kind not in KEPT_ONLY and scheme.scale_dtype == "f16"))
+            return found._replace(reproduced=same_type and self._equal("values", self.values))
+        rounded = KINDS[scheme.kind].is_rounded_to and (scheme.is_float or scheme.scale_dtype == "f16")
+        reproduce = rounded and not kept
         group_size = scheme.group_size or self.values.shape[1]
         found = kernels.compare_with_source(
-            self.values, self.dtype, scheme, self.parts, group_size, remake=remake, threads=threads
+            self.values, self.dtype, scheme, self.parts, group_size, reproduce=reproduce, threads=threads
         )
-        return found._replace(remade=kept or found.remade)
+        return found._replace(reproduced=kept or found.reproduced)
 
     def _is_kept(self) -> bool:
         if self.coded is None:

@@ -1,4 +1,4 @@
-"""Containers of a known model's shape with random weights: what a machine would do, before anything is downloaded."""
+"""Containers of a known model's shape with random weights: to measure speed without a download."""
 
 from __future__ import annotations
 

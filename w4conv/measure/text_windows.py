@@ -24,7 +24,7 @@ class TextWindows:
 
 
 def settle(convention: str | None, ctx: int | None) -> tuple[str, int]:
-    """The convention, "llama.cpp" unless told, and its ctx, 512 or for "gptq" 2048 unless told."""
+    """(convention, ctx) with defaults: "llama.cpp"; ctx 512, for "gptq" 2048."""
     convention = "llama.cpp" if convention is None else convention
     if convention not in DEFAULT_CTX:
         raise UsageError(f"convention {convention!r} is not one of {', '.join(DEFAULT_CTX)}")

@@ -108,19 +108,20 @@ def _fetch(cached: Path) -> bytes:
         settings: Any = importlib.import_module("huggingface_hub.utils")
     except ImportError:
         raise InputError(
-            f"the {WIKITEXT2_NAME} is not here, and huggingface_hub is not installed to fetch it; {advice}"
+            f"the {WIKITEXT2_NAME} is not here, and huggingface_hub is not installed to fetch it (pip "
+            f"install 'w4conv[hub]'); {advice}"
         ) from None
     settings.disable_progress_bars()  # they would write to standard error
     try:
         archive = hub.hf_hub_download(**WIKITEXT2_ARCHIVE)
         with zipfile.ZipFile(archive) as z, z.open(WIKITEXT2_MEMBER) as member:
             return member.read(MAX_TEXT_NBYTES)
-    except Exception as error:  # network, hub, archive: whatever it is, the text is not here
+    except Exception as error:  # network, hub or archive
         raise InputError(f"the {WIKITEXT2_NAME} could not be fetched ({type(error).__name__}); {advice}") from error
 
 
 def _store(cached: Path, data: bytes) -> None:
-    """Keep for the next time; a cache that cannot be written is none of the caller's business."""
+    """Store in the cache; a cache that cannot be written is ignored."""
     partial = cached.with_name(f"{cached.name}.{os.getpid()}.partial")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,13 @@ class Config:
             raise self.error(key, f"expected an integer from {low} to {high}, got {_short(value)}")
         return value
 
+    def whole(self, key: str, default: int | None = None, *, high: int) -> int:
+        """An integer, or a whole number in the form of a fraction: where transformers checks neither, but computes."""
+        value = self._values.get(key)
+        if isinstance(value, float) and value.is_integer():
+            return self.replaced(key, int(value)).integer(key, high=high)
+        return self.integer(key, default, high=high)
+
     def number(self, key: str, default: float | None = None, *, low: float = 0.0) -> float:
         """A finite number above `low`."""
         value = self._default(key, default)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from w4conv.models.activations import CONFIG_WORDS
 from w4conv.models.config import (
     MAX_EXPERTS,
     MAX_EXPERTS_OF_ALL,
@@ -25,7 +26,6 @@ from w4conv.models.spec import Experts, ModelSpec
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 # hidden_act -> the engine's word; "gelu" itself, by the error function, is another function.
-ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def decoder(
@@ -80,9 +80,9 @@ def activation(config: Config, *keys: str) -> str:
     """The engine's word for the first of the keys that is there; "silu" without any."""
     key = next((key for key in keys if key in config), keys[0])
     word = config.text(key, "silu")
-    if word not in ACTIVATIONS:
-        raise config.error(key, f"{word!r} is not supported; known are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[word]
+    if word not in CONFIG_WORDS:
+        raise config.error(key, f"{word!r} is not supported; known are {', '.join(CONFIG_WORDS)}")
+    return CONFIG_WORDS[word]
 
 
 def layer_windows(config: Config, kinds: Sequence[str], window: int) -> tuple[int, ...]:

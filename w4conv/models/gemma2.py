@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from w4conv.models.config import MAX_POSITIONS, Config
+from w4conv.models.config import MAX_POSITIONS, MAX_WIDTH, Config
 from w4conv.models.decoder import FULL, SLIDING, activation, decoder, embedding_scale, layer_windows
 from w4conv.models.spec import NORMS_AROUND, ModelSpec
 
@@ -48,7 +48,7 @@ def gemma(config: Config, *, family: str, architecture: str) -> ModelSpec:
         activation=kind,
         norms=NORMS_AROUND,
         norm_offset=1.0,
-        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        attention_scale=config.whole("query_pre_attn_scalar", high=MAX_WIDTH) ** -0.5,
         attention_softcap=caps[0],
         final_softcap=caps[1],
         embedding_scale=embedding_scale(config, spec.hidden_size),

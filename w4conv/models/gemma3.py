@@ -43,7 +43,7 @@ def parse(config: Config, architecture: str) -> ModelSpec:
     )
     window = text.integer("sliding_window", high=MAX_POSITIONS) if "sliding_window" in text else 0
     key = "sliding_window_pattern" if "sliding_window_pattern" in text else "_sliding_window_pattern"
-    pattern = text.integer(key, 6, high=MAX_LAYERS)
+    pattern = text.whole(key, 6, high=MAX_LAYERS)
     kinds = [SLIDING if window and (layer + 1) % pattern else FULL for layer in range(spec.n_layers)]
     return replace(
         spec,

@@ -21,8 +21,7 @@ DEFAULTS: Final = {
 
 
 def parse(config: Config, architecture: str) -> ModelSpec:
-    if "num_local_experts" in config:  # the name in files of newer writers
-        config = config.replaced("num_experts", config.get("num_local_experts"))
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"  # newer writers, older ones
     config = config.with_defaults(DEFAULTS)
     bias = config.flag("attention_bias")
     spec = decoder(config, family="qwen3_moe", architecture=architecture, qkv_bias=bias, o_bias=bias)
@@ -38,7 +37,7 @@ def parse(config: Config, architecture: str) -> ModelSpec:
         sliding_windows=(window,) * spec.n_layers if window else (),
         experts=experts(
             config,
-            key="num_experts",
+            key=key,
             intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
             router="mlp.gate",
             matrices={part: f"mlp.experts.{{}}.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")},

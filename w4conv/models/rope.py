@@ -9,12 +9,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F64Array
 from w4conv.models.config import MAX_HEAD_DIM, MAX_POSITIONS, Config
 
 SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ALIASES: Final = {"su": "longrope"}
-
-F64Array = npt.NDArray[np.float64]
 
 
 class RopeTable(NamedTuple):
@@ -167,7 +166,7 @@ def _rope_of(settings: Config, config: Config, max_positions: int, head_dim: int
         raise settings.error("rope_type", f"{word!r} is not supported; known are {', '.join(SCALINGS)}")
     if scaling == "default":
         return RopeSpec(theta, partial=partial)
-    original = settings.integer("original_max_position_embeddings", max_positions, high=MAX_POSITIONS)
+    original = settings.whole("original_max_position_embeddings", max_positions, high=MAX_POSITIONS)
     original = config.integer("original_max_position_embeddings", original, high=MAX_POSITIONS)
     if scaling == "longrope":
         return _longrope(settings, theta, partial, n, original, max_positions)

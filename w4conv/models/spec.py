@@ -11,7 +11,7 @@ from w4conv.models.rope import RopeSpec, RopeTable
 
 Role = Literal["embedding", "head", "linear", "router", "norm", "bias"]
 
-# Where RMSNorm stands: the engine's places, and the checkpoint's names.
+# Norms: the name in the engine, and the name in the checkpoint.
 NORMS_BEFORE: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 NORMS_AFTER: Final = {
     "attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
@@ -21,7 +21,7 @@ NORMS_AROUND: Final = {
     "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 
-# The place in the layer whose rows each matrix reads.
+# The hook whose rows each matrix reads.
 READS: Final = {
     "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv", "o_proj": "o",
     "gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up", "down_proj": "down",
@@ -33,7 +33,7 @@ class TensorSpec:
     """One tensor that a model needs: its Hugging Face name, its shape, and what it is for.
 
     layer: index of the decoder layer, or None for embedding, final norm and head.
-    part: place in the layer: "q_proj", "k_proj", "v_proj" or "qkv_proj", "o_proj", "gate_proj" and "up_proj" or
+    part: what it is in the layer: "q_proj", "k_proj", "v_proj" or "qkv_proj", "o_proj", "gate_proj" and "up_proj" or
         "gate_up_proj", "down_proj", "router", a key of NORMS_AROUND, "q_norm", "k_norm", "sinks", "q_proj.bias", ...,
         or "embed_tokens", "norm", "lm_head".
     expert: index of the expert it belongs to. None outside of experts, and where one tensor holds a matrix, or the
@@ -48,7 +48,7 @@ class TensorSpec:
     expert: int | None = None
 
     @property
-    def place(self) -> str:
+    def local_name(self) -> str:
         """The part, with the expert where it has one: unique in its layer."""
         return self.part if self.expert is None else f"experts.{self.expert}.{self.part}"
 
@@ -86,7 +86,7 @@ class ModelSpec:
     qk_norm: RMSNorm on queries and keys before the rotation, of each "head" or of the whole "row"; "" for none.
     fused: matrices that hold several: "qkv" (queries' rows, then keys', then values'), "gate_up" (the gate's first).
     interleaved: the rows of gate and up alternate.
-    activation: "silu", "gelu_tanh" or "clamped_silu".
+    activation: a key of ACTIVATIONS: "silu", "gelu_tanh" or "clamped_silu".
     attention_scale: factor of q.k; 0 stands for 1 / sqrt(head_dim). residual_scale: factor of each branch's output.
     softcaps: x -> cap * tanh(x / cap); 0 for none. sinks: a logit a head that takes part in the softmax.
     """

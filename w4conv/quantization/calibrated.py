@@ -1,15 +1,16 @@
-"""Calibrated rounding of one matrix: what each method makes of it, judged by the output error on held-out tokens.
+"""Calibrated rounding of one matrix. Each method gives a candidate; the least output error on held-out tokens wins.
 
-W (n_rows, n_columns) times inputs with second moments H makes outputs whose mean square error over tokens is
-trace(E H E^T), E = W' - W. H holds the mean of the inputs too, so that errors that add up count as such.
+Weights W (n_rows, n_columns), inputs x with second moments H = mean x x^T. Rounding to W' changes the outputs by E x,
+E = W' - W, whose mean square over tokens is trace(E H E^T). H is not centred, so errors that add up over tokens count.
 
-The inputs are those of a model rounded up to here; what is wanted are the outputs of the model as it was. With the mean
-products B of inputs and of what the outputs of W lack, the loss is trace(E H E^T) - 2 trace(E B^T), but for a constant.
-It is that of rounding W + B (H + damping)^-1 in place of W: GPTQ's problem, with another aim (Li et al. 2025, GPTAQ).
+**Output residual.** The inputs x come from the model quantized so far. The outputs wanted are those of the original
+model. Their difference is the residual r, and B = mean r x^T its cross moment with the inputs. The loss is then
+trace(E H E^T) - 2 trace(E B^T), up to a constant. Rounding the target weights W + B (H + damping)^-1 in place of W
+minimizes it: GPTQ's problem with other targets (GPTAQ, Li et al. 2025).
 
-Where it is known what the outputs are multiplied with, as keys are with queries, the errors of the outputs of a head
-count together: with the second moments Q of what they meet, the loss is trace(Q E H E^T). Rows are then rounded one by
-one with feedback between them too, as columns are.
+**Query second moments.** Keys are multiplied with queries, so the errors of the outputs of a head count together. With
+second moments Q of the queries the loss is trace(Q E H E^T). Rows are then rounded one after another, each corrected
+for the errors of the rows before it, as columns are.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ METHODS: Final = {
     "gptq": ("rtn", "gptq"),
     "best": ("rtn", "search", "gptq"),
 }
-# Of the diagonal's mean, added to the diagonal; ten times as much after each failure. Tokens held out of the
-# calibration text ask for less, other texts for more (docs/decisions/0014-damping-for-other-texts.md).
+# Damping: percent of the mean of the diagonal, added to the diagonal; tenfold after each failed factorization. Tokens
+# held out of the calibration set ask for less, other texts for more (docs/decisions/0014-damping-for-other-texts.md).
 DAMPING_PERCENT: Final = 100
-# Scales tried, in steps of 5 % of round-to-nearest's, each with both signs: which end of the codes is the longer one.
+# Scales tried, in steps of 5 % of that of round-to-nearest, each with both signs: -8 reaches further than 7.
 MULTIPLIERS: Final = tuple((sign * (100 - 5 * i) / 100,) * 2 for i in range(9) for sign in (1, -1))
-# With zero points: of the largest and the smallest value, together and each by itself.
+# Asymmetric: factors of the largest and the smallest value, together and each by itself.
 SHRINKS: Final = (
     *((1 - i / 20, 1 - i / 20) for i in range(9)),
     *((1 - i / 10, 1.0) for i in range(1, 5)), *((1.0, 1 - i / 10) for i in range(1, 5)),
 )  # fmt: skip
-MET_DAMPING_PERCENT: Final = 1  # of that of Q, on it
-REFINEMENTS: Final = 2  # rounds, after which little is to be gained
-JUDGED_ROWS: Final = 256  # of a matrix, spread over it, on which candidates are compared
+QUERY_DAMPING_PERCENT: Final = 1  # of the mean of the diagonal of Q
+REFINEMENTS: Final = 2  # rounds of coordinate descent; more gain little
+JUDGED_ROWS: Final = 256  # candidates are compared on so many rows, spread over the matrix
 
 
 class ScaleError(ValueError):
-    """A group of which no scale fits FP16. row, column: where it begins."""
+    """The scale of a group does not fit FP16. row, column: where the group begins."""
 
     def __init__(self, row: int, column: int) -> None:
         super().__init__(f"a scale beyond FP16 at row {row}, column {column}")
@@ -61,23 +62,23 @@ class ScaleError(ValueError):
 
 
 class Inputs:
-    """Second moments of the inputs of some matrices, and what follows from them alone."""
+    """Second moments of inputs, and their factors; shared by the matrices that read these inputs."""
 
     def __init__(
         self, fit: F32Array, held_out: F32Array, *, damping_percent: int = DAMPING_PERCENT, threads: int | None = None
     ) -> None:
-        """(n_columns, n_columns) each: of the tokens to fit, and of those held out to judge by."""
+        """fit, held_out: second moments (n_columns, n_columns) of the tokens to fit and of the held-out tokens."""
         self.fit, self.held_out, self.damping_percent = fit, held_out, damping_percent
-        # Of columns: the largest mean square last, which is rounded first.
+        # Columns by rising mean square. They are rounded from the last to the first.
         self.order = np.argsort(np.diag(fit), kind="stable")
         self._threads = threads
         self._by_size: dict[int, GroupFactors] = {}
 
     @functools.cached_property
     def _factored(self) -> tuple[F32Array, F32Array, F32Array]:
-        """The damped diagonal; in `order`, the factor of the damped moments, and its pivots.
+        """The damped diagonal; factor and pivots of the damped moments, columns in `order`.
 
-        Damping is added to the diagonal, or the diagonal's mean alone where it is 0: channels that were never active.
+        The diagonal is 0 at channels that were never active. Those get the mean of the diagonal.
         """
         diagonal = np.diag(self.fit)
         mean = diagonal.mean(dtype=np.float64) or 1.0
@@ -95,7 +96,7 @@ class Inputs:
         return out
 
     def groups(self, size: int) -> GroupFactors:
-        """What a search of the scales of groups of `size` columns looks at."""
+        """Factors of the diagonal blocks of the moments, for the scale search of groups of `size` columns."""
         if size not in self._by_size:
             n, damping = len(self.fit), self._factored[0] - np.diag(self.fit)
             order, pivots = np.arange(n), np.empty(n, np.float32)
@@ -109,7 +110,7 @@ class Inputs:
         return self._by_size[size]
 
     def solve(self, b: F32Array) -> F32Array:
-        """x of x (fit + damping) = b, rows of (n_rows, n_columns)."""
+        """Solve x (fit + damping) = b for x; b, x: (n_rows, n_columns)."""
         _, factor, pivots = self._factored
         x = np.empty_like(b)
         tiles = tiled(b[:, self.order])
@@ -120,8 +121,8 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class GroupFactors:
-    """order: of the columns, inside their groups; factors: (n_groups, size, size) of their damped moments in that
-    order; pivots: (n_columns,)."""
+    """order: of columns, inside their groups. factors: (n_groups, size, size), of the damped moments in that order.
+    pivots: (n_columns,)."""
 
     order: npt.NDArray[np.intp]
     factors: F32Array | None
@@ -129,19 +130,19 @@ class GroupFactors:
 
 
 @dataclass(frozen=True, slots=True)
-class Lack:
-    """Mean products (n_rows, n_columns) of inputs and of what the outputs of W lack, on the tokens as in `Inputs`."""
+class OutputResidual:
+    """Cross moments B = mean r x^T, (n_rows, n_columns), of output residuals r and inputs x; tokens as in `Inputs`."""
 
     fit: F32Array
     held_out: F32Array
 
-    def at(self, rows: npt.NDArray[np.intp]) -> Lack:
-        return Lack(self.fit[rows], self.held_out[rows])
+    def at(self, rows: npt.NDArray[np.intp]) -> OutputResidual:
+        return OutputResidual(self.fit[rows], self.held_out[rows])
 
-    def of(self, w: F32Array, *, threads: int | None = None) -> Lack:
-        """For the outputs of w, if this is for what w reads: (n_columns, n_columns)."""
+    def of(self, w: F32Array, *, threads: int | None = None) -> OutputResidual:
+        """The residual of the outputs of w, where this one is of its inputs, (n_columns, n_columns)."""
         fit, held_out = (_product(w, a, threads) for a in (self.fit, self.held_out))
-        return Lack(fit, held_out)
+        return OutputResidual(fit, held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class Solution:
     """codes: (n_tiles, n_lines, 16) uint32, scales: (n_tiles, n_groups, 16) float16 and, of int4z, zero_points: uint8
     of that shape, as the container has them.
 
-    error: mean square of the outputs' error over that of the outputs, on the held-out tokens, of JUDGED_ROWS rows.
+    error: mean square error of the outputs, relative to the outputs, on held-out tokens and JUDGED_ROWS rows.
     n_underflowed: groups of nonzero values whose scale is zero.
     """
 
@@ -167,22 +168,23 @@ class Solution:
 
 
 def solve(
-    w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, lack: Lack | None = None,
-    met: F32Array | None = None, threads: int | None = None,
+    w: F32Array, inputs: Inputs, scheme: QuantScheme, method: str, *, residual: OutputResidual | None = None,
+    query_moments: F32Array | None = None, threads: int | None = None,
 ) -> Solution:  # fmt: skip
-    """w: finite (n_rows, n_columns). method: a key of METHODS. lack: None where the outputs lack nothing.
+    """The candidate of `method` with the least loss on held-out tokens.
 
-    met: (n_heads, head_dim, head_dim), of each head's outputs the second moments of what they are multiplied with; None
-    where errors of outputs count each by itself.
+    w: finite (n_rows, n_columns). method: a key of METHODS. residual: None stands for zero.
+    query_moments: (n_heads, head_dim, head_dim), of what the outputs of each head are multiplied with; None where each
+    output counts by itself.
     Raises ScaleError.
     """
-    problem = _Problem(w, inputs, lack, scheme, threads, met=met)
+    problem = _Problem(w, inputs, residual, scheme, threads, query_moments=query_moments)
     judged = problem.to_judge()
     few = problem.of(judged)
     best: tuple[float, str, _Rounding | None] | None = None
     failure: ScaleError | None = None
     for name in METHODS[method]:
-        try:  # rows are rounded each by itself: of what is seldom best, only those to judge by
+        try:  # rtn and search seldom win, and round rows independently: at first only the rows to judge by
             whole = problem.run(name) if name == "gptq" else None
             loss = few.loss(whole.of(judged) if whole else few.run(name))
         except ScaleError as error:
@@ -199,7 +201,7 @@ def solve(
     if grid.is_codebook:
         stored: npt.NDArray[np.generic] = grid.codes[q]
     elif scheme.bits == 4:
-        stored = (q - untiled(problem.wide(found.lows), len(w))).astype(np.uint8)
+        stored = (q - untiled(problem.wide(found.q_min), len(w))).astype(np.uint8)
     else:
         stored = q
     power = few.power()
@@ -207,14 +209,14 @@ def solve(
         method=name,
         codes=codes.pack(scheme, stored[None])[0],
         scales=found.scales,
-        zero_points=_zero_points(found.lows, len(w)) if grid.is_shifted else None,
+        zero_points=_zero_points(found.q_min, len(w)) if grid.is_asymmetric else None,
         error=loss / power if power > 0 else 0.0,
         n_underflowed=problem.n_underflowed(found),
     )
 
 
-def _zero_points(lows: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
-    points = (-lows).astype(np.uint8)
+def _zero_points(q_min: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
+    points = (-q_min).astype(np.uint8)
     if n_rows % TILE_ROWS:
         points[-1, :, n_rows % TILE_ROWS :] = 0  # w4-container 4.5: padding is zero
     return points
@@ -222,37 +224,37 @@ def _zero_points(lows: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of); scales: (n_tiles, n_groups, 16) float16; lows: the
-    lowest integers, float32 of that shape."""
+    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of); scales: (n_tiles, n_groups, 16) float16; q_min: the
+    lowest integer of each group, minus its zero point where it has one; float32 of that shape."""
 
     q: npt.NDArray[np.int8]
     scales: npt.NDArray[np.float16]
-    lows: F32Array
+    q_min: F32Array
 
     def of(self, rows: npt.NDArray[np.intp]) -> _Rounding:
         tile, row = rows // TILE_ROWS, rows % TILE_ROWS
-        q, scales, lows = self.q[tile, :, row], self.scales[tile, :, row], self.lows[tile, :, row]
-        return _Rounding(tiled(q), tiled(scales), tiled(lows))
+        q, scales, q_min = self.q[tile, :, row], self.scales[tile, :, row], self.q_min[tile, :, row]
+        return _Rounding(tiled(q), tiled(scales), tiled(q_min))
 
     @classmethod
     def joined(cls, parts: list[tuple[npt.NDArray[np.intp], _Rounding]]) -> _Rounding:
-        """Rounded rows, each once, in their places."""
+        """From roundings of some rows each, the rounding of all rows in order."""
         where = np.argsort(np.concatenate([rows for rows, _ in parts]))
 
         def whole(of: Callable[[_Rounding], npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
             return tiled(np.concatenate([untiled(of(r), len(rows)) for rows, r in parts])[where])
 
-        return cls(whole(lambda r: r.q), whole(lambda r: r.scales), whole(lambda r: r.lows))
+        return cls(whole(lambda r: r.q), whole(lambda r: r.scales), whole(lambda r: r.q_min))
 
 
 class _Problem:
     def __init__(
-        self, w: F32Array, inputs: Inputs, lack: Lack | None, scheme: QuantScheme, threads: int | None,
-        *, met: F32Array | None = None, rows: npt.NDArray[np.intp] | None = None,
+        self, w: F32Array, inputs: Inputs, residual: OutputResidual | None, scheme: QuantScheme, threads: int | None,
+        *, query_moments: F32Array | None = None, rows: npt.NDArray[np.intp] | None = None,
     ) -> None:  # fmt: skip
-        """rows: which ones of a larger matrix w has, for errors to tell."""
-        self._w, self._inputs, self._lack, self._scheme, self._threads = w, inputs, lack, scheme, threads
-        self._met, self._rows = met, rows
+        """rows: the index of each row of w in the whole matrix, for error messages."""
+        self._w, self._inputs, self._residual, self._scheme, self._threads = w, inputs, residual, scheme, threads
+        self._queries, self._rows = query_moments, rows  # (n_heads, head_dim, head_dim) or None
         n = w.shape[1]
         self._size = min(scheme.group_size or n, n)
         self._grid = codes.grid(scheme)
@@ -260,78 +262,85 @@ class _Problem:
 
     def to_judge(self) -> npt.NDArray[np.intp]:
         """At most JUDGED_ROWS rows, or whole heads."""
-        if self._met is None:
+        if self._queries is None:
             return _spread(len(self._w), JUDGED_ROWS)
-        n_heads, size, _ = self._met.shape
+        n_heads, size, _ = self._queries.shape
         heads = _spread(n_heads, max(JUDGED_ROWS // size, 1))
         return np.asarray(heads[:, None] * size + np.arange(size)).ravel()
 
     def of(self, rows: npt.NDArray[np.intp]) -> _Problem:
-        """That of some rows, of whole heads."""
-        lack = self._lack and self._lack.at(rows)
-        met = None if self._met is None else self._met[rows[:: self._met.shape[1]] // self._met.shape[1]]
-        return _Problem(self._w[rows], self._inputs, lack, self._scheme, self._threads, met=met, rows=rows)
+        """The problem of some rows only; whole heads where there are query moments."""
+        residual = self._residual and self._residual.at(rows)
+        queries = self._queries
+        if queries is not None:
+            head_dim = queries.shape[1]
+            queries = queries[rows[::head_dim] // head_dim]
+        return _Problem(
+            self._w[rows], self._inputs, residual, self._scheme, self._threads, query_moments=queries, rows=rows
+        )
 
     def run(self, candidate: str) -> _Rounding:
         tiles = tiled(self._w)
         if candidate == "rtn":
             return self._nearest(tiles, *self._search(tiles, np.ones((1, 2), np.float32), whole=False))
-        multipliers = np.array(SHRINKS if self._grid.is_shifted else MULTIPLIERS, np.float32)
+        multipliers = np.array(SHRINKS if self._grid.is_asymmetric else MULTIPLIERS, np.float32)
         if candidate == "search":
             return self._nearest(tiles, *self._search(tiles, multipliers, whole=False))
-        aim = self._w if self._lack is None else self._w + self._inputs.solve(self._lack.fit)
-        if self._met is not None:
-            return self._in_turn(aim, self._met)
-        tiles = tiled(aim)
-        return self._refined(tiles, self._fed_back(tiles, *self._search(tiles, multipliers, whole=True)))
+        target = self._w if self._residual is None else self._w + self._inputs.solve(self._residual.fit)
+        if self._queries is not None:
+            return self._row_by_row(target, self._queries)
+        tiles = tiled(target)
+        return self._refined(tiles, self._gptq(tiles, *self._search(tiles, multipliers, whole=True)))
 
-    def _in_turn(self, aim: F32Array, met: F32Array) -> _Rounding:
-        """The rows of each head one after another, each with what the errors of those before it call for.
+    def _row_by_row(self, target: F32Array, queries: F32Array) -> _Rounding:
+        """Round the rows of each head from the last to the first, with GPTQ's update between rows.
 
-        As with columns (reference_gptq.py): with Q = U^T D U the loss is sum_j D_j |e_j + sum_{k > j} U_jk e_k|^2, each
-        square weighted by H, so that row j is best rounded at what is to be less sum_{k > j} U_jk e_k, e = W' - W.
+        As with columns (reference_gptq.py): with Q = U^T D U and e = W' - W, the loss is
+        sum_j D_j |e_j + sum_{k > j} U_jk e_k|^2, each square weighted by H. The best target of row j is therefore
+        target_j - sum_{k > j} U_jk e_k.
         """
-        n_heads, size, _ = met.shape
-        order = np.stack([np.argsort(np.diag(q), kind="stable") for q in met])  # (n_heads, size)
-        units = np.stack([self._unit(q, columns) for q, columns in zip(met, order, strict=True)])
-        fed = np.zeros((n_heads, size, aim.shape[1]), np.float32)
+        n_heads, size, _ = queries.shape
+        order = np.stack([np.argsort(np.diag(q), kind="stable") for q in queries])  # (n_heads, size)
+        units = np.stack([self._unit(q, rows) for q, rows in zip(queries, order, strict=True)])
+        update = np.zeros((n_heads, size, target.shape[1]), np.float32)
         found: list[tuple[npt.NDArray[np.intp], _Rounding]] = []
         for j in reversed(range(size)):
             rows = order[:, j] + np.arange(n_heads) * size
             named = rows if self._rows is None else self._rows[rows]
-            part = _Problem(aim[rows] - fed[:, j], self._inputs, None, self._scheme, self._threads, rows=named)
+            part = _Problem(target[rows] - update[:, j], self._inputs, None, self._scheme, self._threads, rows=named)
             found.append((rows, part.run("gptq")))
-            e = part.restored(found[-1][1]) - aim[rows]
-            fed[:, :j] += units[:, :j, j, None] * e[:, None]
+            e = part.dequantized(found[-1][1]) - target[rows]
+            update[:, :j] += units[:, :j, j, None] * e[:, None]
         return _Rounding.joined(found)
 
-    def _unit(self, q: F32Array, columns: npt.NDArray[np.intp]) -> F32Array:
-        damping = np.full(len(q), np.diag(q).mean(dtype=np.float64) * MET_DAMPING_PERCENT / 100 or 1.0)
-        return _definite(q, columns, damping, self._threads)[1]
+    def _unit(self, q: F32Array, rows: npt.NDArray[np.intp]) -> F32Array:
+        damping = np.full(len(q), np.diag(q).mean(dtype=np.float64) * QUERY_DAMPING_PERCENT / 100 or 1.0)
+        return _definite(q, rows, damping, self._threads)[1]
 
-    def restored(self, r: _Rounding) -> F32Array:
-        """What W has become."""
+    def dequantized(self, r: _Rounding) -> F32Array:
+        """W'."""
         return untiled(levels_of(r.q, self._grid) * self.wide(r.scales), len(self._w))
 
     def loss(self, r: _Rounding) -> float:
-        """Mean square error of the outputs on the held-out tokens, but for a constant."""
-        e = self.restored(r) - self._w
-        gained = 0.0 if self._lack is None else _sum(self._weighed(e).astype(np.float64) * self._lack.held_out)
-        return self._error(e) - 2 * gained
+        """Mean square error of the outputs on the held-out tokens, up to a constant."""
+        e = self.dequantized(r) - self._w
+        cross = 0.0 if self._residual is None else _sum(self._weighted(e).astype(np.float64) * self._residual.held_out)
+        return self._error(e) - 2 * cross
 
     def power(self) -> float:
         """Mean square of the outputs on the held-out tokens."""
         return self._error(self._w)
 
     def _error(self, e: F32Array) -> float:
-        return _sum(_product(e, self._inputs.held_out, self._threads).astype(np.float64) * self._weighed(e))
+        return _sum(_product(e, self._inputs.held_out, self._threads).astype(np.float64) * self._weighted(e))
 
-    def _weighed(self, e: F32Array) -> F32Array:
+    def _weighted(self, e: F32Array) -> F32Array:
         """Q e, head by head."""
-        if self._met is None:
+        queries = self._queries
+        if queries is None:
             return e
-        heads = e.reshape(*self._met.shape[:2], e.shape[1])
-        return np.concatenate([_product(q, own, self._threads) for q, own in zip(self._met, heads, strict=True)])
+        heads = e.reshape(*queries.shape[:2], e.shape[1])
+        return np.concatenate([_product(q, own, self._threads) for q, own in zip(queries, heads, strict=True)])
 
     def n_underflowed(self, r: _Rounding) -> int:
         lost = (tiled(self._w) != 0) & (self.wide(r.scales) == 0)
@@ -341,12 +350,14 @@ class _Problem:
     def _search(
         self, tiles: F32Array, multipliers: F32Array, *, whole: bool
     ) -> tuple[npt.NDArray[np.float16], F32Array]:
-        """Scales and lows by the error of nearest codes weighted by the inputs' mean squares; `whole`: by the
-        whole output error of the group rounded with feedback."""
+        """Scales and q_min of the least error of nearest codes, weighted by the mean squares of the inputs.
+
+        whole: of the least output error of the group after GPTQ's column updates.
+        """
         n, size = self._w.shape[1], self._size
         pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
         groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, pivots)
-        scales, lows, errors = kernels.search_scales(
+        scales, q_min, errors = kernels.search_scales(
             np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
             grid=self._grid, threads=self._threads,
         )  # fmt: skip
@@ -354,38 +365,37 @@ class _Problem:
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()
             found = tile * TILE_ROWS + row
             raise ScaleError(found if self._rows is None else int(self._rows[found]), group * size)
-        return scales, lows
+        return scales, q_min
 
-    def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16], lows: F32Array) -> _Rounding:
-        levels = level_of(tiles, self.wide(scales), self.wide(lows), self._grid)
-        return _Rounding(codes_of(levels, self._grid), scales, lows)
+    def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16], q_min: F32Array) -> _Rounding:
+        levels = level_of(tiles, self.wide(scales), self.wide(q_min), self._grid)
+        return _Rounding(codes_of(levels, self._grid), scales, q_min)
 
-    def _fed_back(self, tiles: F32Array, scales: npt.NDArray[np.float16], lows: F32Array) -> _Rounding:
+    def _gptq(self, tiles: F32Array, scales: npt.NDArray[np.float16], q_min: F32Array) -> _Rounding:
         order = self._inputs.order
         q = np.empty(tiles.shape, np.int8)
-        q[:, order] = kernels.round_with_feedback(
-            np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32), lows,
+        q[:, order] = kernels.gptq_round(
+            np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32), q_min,
             self._inputs.factor, grid=self._grid, threads=self._threads,
         )  # fmt: skip
-        return _Rounding(q, scales, lows)
+        return _Rounding(q, scales, q_min)
 
     def _refined(self, tiles: F32Array, r: _Rounding) -> _Rounding:
         kernels.refine(
-            tiles, r.q, r.scales, r.lows, self._inputs.damped, self._size, grid=self._grid,
+            tiles, r.q, r.scales, r.q_min, self._inputs.damped, self._size, grid=self._grid,
             n_rounds=REFINEMENTS, threads=self._threads,
         )  # fmt: skip
         return r
 
     def wide(self, of_groups: npt.NDArray[np.floating[Any]]) -> F32Array:
-        """What each value's group has: (n_tiles, n_columns, 16)."""
+        """Numbers of groups, repeated for each column: (n_tiles, n_columns, 16)."""
         return np.repeat(of_groups.astype(np.float32), self._size, axis=1)[:, : self._w.shape[1]]
 
 
 def _definite(
     h: F32Array, columns: npt.NDArray[np.intp], damping: npt.NDArray[np.floating[Any]], threads: int | None
 ) -> tuple[F32Array, F32Array, F32Array]:
-    """The diagonal of h with damping, ten times as much after each failure; factor and pivots of h with that, of some
-    columns."""
+    """(damped diagonal, factor, pivots) of some columns of h; damping grows tenfold until h is positive definite."""
     while True:
         damped = (np.diag(h) + damping).astype(np.float32)
         found = kernels.factor(h, columns.astype(np.int64), damped[columns], threads=threads)
@@ -395,24 +405,24 @@ def _definite(
 
 
 def output_error(e: F32Array, h: F32Array, *, threads: int | None = None) -> float:
-    """trace(e h e^T), e (n_rows, n_columns); the same bits for any threads."""
+    """trace(e h e^T), e (n_rows, n_columns); the same bits for any number of threads."""
     return _sum(_product(e, h, threads).astype(np.float64) * e)
 
 
 def _product(a: F32Array, b: F32Array, threads: int | None) -> F32Array:
     """a (m, k) times b (k, n)."""
     out = np.zeros((len(a), b.shape[1]), np.float32)
-    kernels.add_products(np.ascontiguousarray(a.T), b, out, threads=threads)
+    kernels.gemm_tn(np.ascontiguousarray(a.T), b, out, threads=threads)
     return out
 
 
 def _sum(values: npt.NDArray[np.float64]) -> float:
-    """Of a matrix, in a fixed order: cumsum adds in order, sum as it likes."""
+    """The sum of a matrix in a fixed order: cumsum adds in order, sum does not promise any."""
     return float(np.cumsum(np.cumsum(values, axis=1)[:, -1])[-1])
 
 
 def _spread(n_rows: int, n: int) -> npt.NDArray[np.intp]:
-    """At most n rows of so many."""
+    """Indices of at most n rows, evenly spread."""
     n = min(n, n_rows)
     return np.arange(n) * n_rows // n
 

@@ -1,13 +1,14 @@
-"""Channels scaled by powers of two and folded into the operations before: another checkpoint of the very same model.
+"""Channels scaled by powers of two; the factors are folded into the operations before. The model computes the same.
 
-A product that reads x_c / s_c with weights W_jc s_c gives what it gave of x_c and W_jc. What gives x takes the 1 / s_c:
+A linear layer with inputs x_c / s_c and weights W_jc s_c has the outputs that it has with x_c and W_jc. Whatever
+produces x takes the factor 1 / s_c:
 
     qkv, gate_up   the weight of the norm before
     o              the rows of v, and their bias; query heads that share keys and values share s
-    down           the rows of up, and their bias: the gate's activation is multiplied with what they give
+    down           the rows of up, and their bias: their output is multiplied with the activation of the gate
 
-s = 2^e changes exponents only, so that no weight is rounded and every product and sum keeps its bits. Groups of columns
-rounded to 4 bits then serve the channels with the larger s better (Lin et al. 2023, AWQ; there s is any number).
+s = 2^e changes exponents only: no weight is rounded, and every product and sum keeps its bits. Rounding to 4 bits then
+costs channels with a larger s less (Lin et al. 2023, AWQ; there s is any number).
 """
 
 from __future__ import annotations
@@ -22,45 +23,46 @@ import numpy.typing as npt
 from w4conv import codes
 from w4conv.errors import InputError
 from w4conv.models import spec_of
+from w4conv.models.activations import ACTIVATIONS
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 
 Exponents = npt.NDArray[np.int8]
 F32Array = npt.NDArray[np.float32]
 
-PLACES: Final = ("qkv", "o", "gate_up", "down")
+HOOKS: Final = ("qkv", "o", "gate_up", "down")
 MAX_EXPONENT: Final = 12
 _ONE: Final = "m"  # in a record: e = 0; "n" is 1, "l" is -1
-# What gives the rows that a place reads.
+# What produces the rows at a hook.
 _NORMS: Final = {"qkv": "attention_norm", "gate_up": "mlp_norm"}
 _ROWS: Final = {"v_proj": "o", "qkv_proj": "o", "up_proj": "down", "gate_up_proj": "down"}
 
 
-def can_fold(spec: ModelSpec, place: str) -> bool:
-    """Whether what gives the rows of `place` takes factors exactly."""
-    if place in _NORMS:
-        return _NORMS[place] in spec.norms and spec.norm_offset == 0
-    return place == "o" or (spec.experts is None and spec.activation != "clamped_silu")
+def can_fold(spec: ModelSpec, hook: str) -> bool:
+    """Whether factors fold exactly into what produces the rows of `hook`."""
+    if hook in _NORMS:
+        return _NORMS[hook] in spec.norms and spec.norm_offset == 0
+    return hook == "o" or (spec.experts is None and ACTIVATIONS[spec.activation].linear_in_up)
 
 
 def given_to(part: str) -> str:
-    """The place whose rows the outputs of a matrix become; "" for none."""
+    """The hook that the outputs of a matrix reach; "" for none."""
     return _ROWS.get(part, "")
 
 
-def n_factors(spec: ModelSpec, place: str) -> int:
-    """Channels of a place that have a factor each."""
+def n_factors(spec: ModelSpec, hook: str) -> int:
+    """Number of factors of a hook."""
     return {
         "qkv": spec.hidden_size,
         "o": spec.n_kv_heads * spec.head_dim,
         "gate_up": spec.hidden_size,
         "down": spec.intermediate_size,
-    }[place]
+    }[hook]
 
 
-def spread(spec: ModelSpec, place: str, per_factor: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """What each factor has, for each column of the matrices that read `place`."""
-    if place != "o":
+def spread(spec: ModelSpec, hook: str, per_factor: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Numbers of factors, repeated for each column of the matrices that read `hook`."""
+    if hook != "o":
         return per_factor
     heads = per_factor.reshape(spec.n_kv_heads, spec.head_dim)
     return np.repeat(heads, spec.n_heads // spec.n_kv_heads, axis=0).ravel()
@@ -68,28 +70,26 @@ def spread(spec: ModelSpec, place: str, per_factor: npt.NDArray[Any]) -> npt.NDA
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """exponents: (layer, place) -> log2 s of each of its factors; places that are not in it have s = 1."""
+    """exponents: (layer, hook) -> log2 s of each of its factors; absent hooks have s = 1."""
 
     spec: ModelSpec
     exponents: Mapping[tuple[int, str], Exponents]
 
     def record(self) -> dict[str, str]:
-        """For the provenance of a container: "layer.place" -> a letter a factor."""
+        """For the provenance of a container: "layer.hook" -> one letter for each factor."""
         return {
-            f"{layer}.{place}": (e.astype(np.int16) + ord(_ONE)).astype(np.uint8).tobytes().decode("ascii")
-            for (layer, place), e in self.exponents.items()
+            f"{layer}.{hook}": (e.astype(np.int16) + ord(_ONE)).astype(np.uint8).tobytes().decode("ascii")
+            for (layer, hook), e in self.exponents.items()
         }
 
     @classmethod
     def parse(cls, record: object, spec: ModelSpec, where: str) -> Folding:
         """Inverse of `record`. Raises InputError."""
-        known = {f"{i}.{place}": (i, place) for i in range(spec.n_layers) for place in PLACES if can_fold(spec, place)}
+        known = {f"{i}.{hook}": (i, hook) for i in range(spec.n_layers) for hook in HOOKS if can_fold(spec, hook)}
         found: dict[tuple[int, str], Exponents] = {}
         for key, letters in record.items() if isinstance(record, dict) else [("", "")]:
             if key not in known:
-                raise InputError(
-                    f"{where}: its record of folded channels names {key[:40]!r}, which is no place for them"
-                )
+                raise InputError(f"{where}: its record of folded channels names {key[:40]!r}, which takes no factors")
             e = np.frombuffer(str(letters).encode(), np.uint8).astype(np.int16) - ord(_ONE)
             if len(e) != n_factors(spec, known[key][1]) or (abs(e) > MAX_EXPONENT).any():
                 raise InputError(f"{where}: its record of folded channels does not fit {spec.architecture} at {key}")
@@ -102,7 +102,7 @@ class Folding:
             return None, None
         part = t.part.removesuffix(".bias")
         columns = self.exponents.get((t.layer, READS.get(t.part, "")))
-        before = next((place for place, norm in _NORMS.items() if norm == part), given_to(part))
+        before = next((hook for hook, norm in _NORMS.items() if norm == part), given_to(part))
         rows = self.exponents.get((t.layer, before))
         if rows is not None:  # of a fused matrix they are the last
             rows = np.concatenate([np.zeros(t.shape[0] - len(rows), np.int8), rows])

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of a linear layer, gathered in one fixed order."""
+"""Second moments and cross moments of activations, summed in one fixed order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from w4conv import kernels
 
 F32Array = npt.NDArray[np.float32]
 
-_COLUMNS = 512  # mirrored at a time
+_COLUMNS = 512  # copied across the diagonal at a time
 
 
 class Moments:
     """H = sum over tokens of x x^T, (n_columns, n_columns); the same bits on every ISA tier and for any threads.
 
-    The products of one block of tokens are added up before they are added to those of the blocks before. Give blocks of
-    some hundred tokens.
+    Each block of tokens is summed first, then added to the total. Give blocks of some hundred tokens.
     """
 
     def __init__(self, n_columns: int) -> None:
@@ -26,11 +25,11 @@ class Moments:
     def add(self, x: F32Array, *, threads: int | None = None) -> None:
         """x: (n_tokens, n_columns), the next tokens."""
         x = np.ascontiguousarray(x)
-        kernels.add_products(x, x, self._upper, upper=True, threads=threads)
+        kernels.gemm_tn(x, x, self._upper, upper=True, threads=threads)
         self.n_tokens += len(x)
 
     def matrix(self) -> F32Array:
-        """Mean over the tokens of x x^T, symmetric; nothing can be added any more."""
+        """Mean over the tokens of x x^T, symmetric. Ends the gathering."""
         h = self._upper
         h /= np.float32(max(self.n_tokens, 1))
         for start in range(0, len(h), _COLUMNS):
@@ -50,7 +49,7 @@ class CrossMoments:
 
     def add(self, y: F32Array, x: F32Array, *, threads: int | None = None) -> None:
         """y: (n_tokens, n_rows) and x: (n_tokens, n_columns) of the next tokens."""
-        kernels.add_products(np.ascontiguousarray(y), np.ascontiguousarray(x), self._sum, threads=threads)
+        kernels.gemm_tn(np.ascontiguousarray(y), np.ascontiguousarray(x), self._sum, threads=threads)
         self.n_tokens += len(x)
 
     def matrix(self) -> F32Array:

@@ -26,32 +26,20 @@ from w4conv.errors import InputError, UsageError
 from w4conv.files.mapped import HEAD_NBYTES, refuse_stand_in
 from w4conv.models.generic import Inventory
 from w4conv.models.spec import Role
-from w4conv.scheme import BITS, FLOAT_KINDS, GROUP_SIZES, KEPT_ONLY, QuantScheme
+from w4conv.scheme import FLOAT_KINDS, GROUP_SIZES, GROUP_WORDS, KINDS, SCHEME_WORDS, TENSOR_WORDS, QuantScheme
 
 DEFAULT_GROUP_SIZE: Final = 128
-# What `scheme` says of linear weights, and of embedding and head unless told otherwise.
-SCHEMES: Final = {
-    "w4a16": ("int4", "int8"),
-    "int4z": ("int4z", "int8"),
-    "nf4": ("nf4", "int8"),
-    "fp4": ("fp4", "int8"),
-    "w8a16": ("int8", "int8"),
-    "f16": ("f16", "f16"),
-    "bf16": ("bf16", "bf16"),
-    "f32": ("f32", "f32"),
-    "keep": ("keep", "keep"),
-}
-KINDS: Final = (*(kind for kind in BITS if kind not in KEPT_ONLY), "keep")  # what one tensor can be told to be
-CALIBRATED: Final = ("int4", "int4z", "nf4", "fp4", "int8")  # kinds of linear weights that methods other than rtn know
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
 BUILT_IN: Final = Path(__file__).parent / "recipes"
 
 
 def is_calibrated(role: Role, kind: str, *, tied_head: bool) -> bool:
     """Whether methods other than rtn know a matrix: linear weights, and those of a head in 4 bits."""
+    if kind == "keep" or not KINDS[kind].is_calibrated:
+        return False
     if role == "linear":
-        return kind in CALIBRATED
-    return kind in CALIBRATED and BITS[kind] == 4 and (role == "head" or (role == "embedding" and tied_head))
+        return True
+    return KINDS[kind].bits == 4 and (role == "head" or (role == "embedding" and tied_head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +131,20 @@ def make_recipe(
     embeddings: str | None = None,
     rules: Sequence[tuple[str, Rule]] = (),
 ) -> Recipe:
-    """scheme: a key of SCHEMES. group_size: 32, 64, 128, 256, or "row" or 0. embeddings: one of KINDS, or None.
+    """scheme: a key of SCHEME_WORDS. group_size: one of GROUP_WORDS or GROUP_SIZES. embeddings: one of TENSOR_WORDS, or
+    None.
 
     Raises UsageError for any other word.
     """
-    if scheme not in SCHEMES:
-        raise UsageError(f"unknown scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
-    if embeddings is not None and embeddings not in KINDS:
-        raise UsageError(f"unknown embeddings {embeddings!r}; choose one of {', '.join(KINDS)}")
+    if scheme not in SCHEME_WORDS:
+        raise UsageError(f"unknown scheme {scheme!r}; choose one of {', '.join(SCHEME_WORDS)}")
+    if embeddings is not None and embeddings not in TENSOR_WORDS:
+        raise UsageError(f"unknown embeddings {embeddings!r}; choose one of {', '.join(TENSOR_WORDS)}")
     size = _group_size(group_size)
     if size is None:
         word = group_size if isinstance(group_size, str) else shown(group_size)
-        raise UsageError(f"group size {word} is not one of 32, 64, 128, 256, row")
-    linear, default = SCHEMES[scheme]
+        raise UsageError(f"group size {word} is not one of {', '.join(GROUP_WORDS)}")
+    linear, default = SCHEME_WORDS[scheme]
     return Recipe(scheme, linear, embeddings or default, size, tuple(rules))
 
 
@@ -199,11 +188,11 @@ def _parse_rule(words: Any, where: str) -> Rule:
     if unknown := [key for key in words if key not in ("scheme", "group", "method")]:
         raise InputError(f"{where}: unknown key {unknown[0]!r}; there are scheme, group and method")
     scheme, group, method = (words.get(key) for key in ("scheme", "group", "method"))
-    if scheme is not None and scheme not in KINDS:
-        raise InputError(f"{where}: scheme is {scheme!r}, expected one of {', '.join(KINDS)}")
+    if scheme is not None and scheme not in TENSOR_WORDS:
+        raise InputError(f"{where}: scheme is {scheme!r}, expected one of {', '.join(TENSOR_WORDS)}")
     size = None if group is None else _group_size(group)
     if group is not None and size is None:
-        raise InputError(f'{where}: group is {group!r}, expected 32, 64, 128, 256 or "row"')
+        raise InputError(f"{where}: group is {group!r}, expected one of {', '.join(GROUP_WORDS)}")
     if group is not None and (scheme == "keep" or scheme in FLOAT_KINDS):
         raise InputError(f"{where}: scheme {scheme} has no groups; leave out group")
     if method is not None and not isinstance(method, str):

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, by the decoder of a tokenizer.json: joined, what the tokenizers package makes of all.
+"""Streaming detokenization, by the decoder of a tokenizer.json. Joined, the pieces equal the tokenizers package's text.
 
 A decoder is a chain of steps, each from a list of tokens to a list of tokens; the text is the last list, joined. Here a
 step gets its tokens in fragments, `(text, ends)`: `ends` is true with the last fragment of a token. It passes on what
@@ -26,7 +26,7 @@ _EMPTY_MODEL: Final = {"type": "BPE", "vocab": {}, "merges": []}
 
 
 class StreamDecoder:
-    """Joined, the pieces are what the decoder makes of all tokens; after some `context`, what they add to its text.
+    """Joined, the pieces are the decoded text of all tokens; after a `context`, what they add to its text.
 
     decoder: `decoder` of a tokenizer.json, as the package writes it. context: tokens before, such as those of a prompt.
     """
@@ -44,11 +44,11 @@ class StreamDecoder:
             self._known = ahead.finish()
 
     def push(self, token: str) -> str:
-        """Text that is certain with this token; may be empty."""
+        """Text that no later token can change; may be empty."""
         return self._new(_through(self._steps, [(token, True)]))
 
     def finish(self) -> str:
-        """What was held back."""
+        """The remaining text."""
         events: list[Fragment] = []
         for step in self._steps:
             events = [e for text, ends in events for e in step.push(text, ends)] + list(step.finish())
@@ -84,7 +84,7 @@ class _Step:
 
 
 class _Spaced(_Step):
-    """What stands for a decoder where there is none: tokens with a space between."""
+    """The default without a decoder: tokens with a space between."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -103,7 +103,7 @@ class _Fuse(_Step):
 
 
 class _WholeTokens(_Step):
-    """A step that needs a token to its end."""
+    """A step that needs whole tokens."""
 
     def __init__(self) -> None:
         self._token = ""
@@ -119,7 +119,7 @@ class _WholeTokens(_Step):
 
 
 class _ByteLevel(_WholeTokens):
-    """GPT-2's characters for bytes. A token with other characters stands for itself."""
+    """GPT-2's characters for bytes. A token with other characters is kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _ByteFallback(_Step):
 
     def __init__(self) -> None:
         self._token = ""
-        self._passes = False  # the rest of a token that is none for a byte
+        self._passes = False  # the rest of a token that is not for a byte
         self._run = b""
 
     def push(self, text: str, ends: bool) -> Iterator[Fragment]:
@@ -327,7 +327,7 @@ def _package_decoder(step: Json) -> Any:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the other 68 are written as U+0100 and up, in order."""
+    """GPT-2's: printable bytes are kept, the other 68 become U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -9,24 +9,25 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, SupportsIndex
+from typing import Final, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, arguments, cpus, kernels
 from w4conv.arguments import count, optional_count
+from w4conv.arrays import F32Array
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import spec_of
 from w4conv.models.generic import refuse_to_run
 from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler, greedy
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
-F32Array = npt.NDArray[np.float32]
 ACTIVATION_BITS: Final = {"int16": 16, "int8": 8}
 KV_KINDS: Final = ("f16", "int8", "f32")
-KV_PINNED: Final = TILE_ROWS  # first tokens of a sequence that stay when a budget drops others
+KV_SINKS: Final = TILE_ROWS  # attention sinks: first tokens of a sequence, kept when kv_memory drops others
 KV_LEAST: Final = 64  # newest tokens that a budget has to hold
 # Scheme, shape (of a stack: with the number of matrices in front), and raw parts as in the container.
 Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, npt.NDArray[np.uint8]]]
@@ -35,14 +36,8 @@ TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
 _ROPE_STEP: Final = 1024  # lengths whose frequencies are made together
 
 
-class TokenSampler(Protocol):
-    """Chooses the next token from logits of shape (vocab_size,)."""
-
-    def __call__(self, logits: F32Array) -> int: ...
-
-
 class _Engine:
-    """A native model of some layers, without weights, and the ropes whose tables grow with the positions in use."""
+    """A native model of some layers, without weights, and the RoPE tables that grow with the positions in use."""
 
     def __init__(self, spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> None:
         self.native = _new_native(spec, layers, threads=threads, activations=activations)
@@ -51,7 +46,7 @@ class _Engine:
         self._reach = [rope.original_max_positions for _, rope in self._growing]
 
     def reach(self, n_positions: int) -> None:
-        """Let sequences of so many positions run."""
+        """Extend RoPE tables to sequences of n_positions."""
         if not self._growing or n_positions <= min(self._reach):
             return
         with self._lock:
@@ -113,9 +108,9 @@ class Model:
     threads: default `cpus.default_threads()`.
     ctx: most tokens of a session; default, and at most, the model's own limit.
     kv: how keys and values are kept: "f16", "int8", or "f32" (the reference).
-    kv_memory: most bytes of keys and values of a session. Where the whole context does not fit, layers see the first
-        KV_PINNED tokens and the newest `kv_window` ones.
-    activations: "int16", or "int8" for faster products with integer weights that are less exact (docs/numerics.md 2).
+    kv_memory: most bytes of the KV cache of a session. Where the whole context does not fit, layers see the attention
+        sinks (the first KV_SINKS tokens) and the newest `kv_window` tokens.
+    activations: "int16", or "int8" for a faster but less exact GEMM with integer weights (docs/numerics.md 2).
 
     Threads may share a model, and a session: one call runs at a time. After `close`, which may come at any time and
     more than once, all that runs the model raises ClosedError, sessions and generators too. A container that was given
@@ -158,12 +153,12 @@ class Model:
             raise
 
     def kv_nbytes(self, window: int) -> int:
-        """Bytes that the keys and values of a full session take where layers see at most `window` of the newest tokens,
-        and the first KV_PINNED ones; 0: where all see what they want."""
+        """Bytes of the KV cache of a full session whose layers see at most `window` newest tokens and the KV_SINKS
+        first. window 0: no limit but the model's own."""
         return self.engine().native.session_nbytes(self.ctx, self.kv, window)
 
     def _window_within(self, nbytes: int) -> int:
-        """The highest window of `kv_nbytes` that so many bytes hold; 0 when they hold a whole context."""
+        """The largest `window` whose `kv_nbytes` fit; 0 when the whole context fits."""
         if self.kv_nbytes(0) <= nbytes:
             return 0
         windows = range(KV_LEAST, self.ctx)
@@ -177,7 +172,7 @@ class Model:
         return windows[n - 1]
 
     def engine(self) -> _Engine:
-        """What runs the model. Raises ClosedError."""
+        """The engine of the model. Raises ClosedError."""
         engine = self._engine
         if engine is None:
             raise ClosedError(f"the model of {self.container.path} is closed")
@@ -211,8 +206,8 @@ class Model:
 
     @property
     def bytes_per_token(self) -> int:
-        """Weight bytes that decoding one token reads: layers, norms and head whole, of experts those that a token goes
-        to, one row of the embedding."""
+        """Weight bytes that decoding one token reads: layers, norms, head, the experts chosen for a token, and one row
+        of the embedding."""
         total = 0
         for tensor in self.spec.tensors():
             nbytes = sum(part.nbytes for part in self.container.tensors[tensor.name].parts)
@@ -220,22 +215,22 @@ class Model:
         return total
 
     def restart_stopwatch(self) -> None:
-        """From now on count where the time of forward passes goes, from zero."""
+        """Start the timers of `part_seconds` from zero."""
         self.engine().native.restart_stopwatch()
 
     def part_seconds(self) -> dict[str, float]:
-        """Seconds by part since `restart_stopwatch`: "products" with the layers' weights, "attention" over keys and
-        values, the "head", and the "rest": norms, rotations, making inputs ready."""
-        rest, products, attention, head = self.engine().native.part_seconds()
-        return {"products": products, "attention": attention, "head": head, "rest": rest}
+        """Seconds by part since `restart_stopwatch`: "linear" layers, "attention" over the KV cache, the "head", and
+        the "rest": norms, RoPE, quantization of activations."""
+        rest, linear, attention, head = self.engine().native.part_seconds()
+        return {"linear": linear, "attention": attention, "head": head, "rest": rest}
 
     def session(self) -> Session:
         """An empty sequence with room for `ctx` tokens; memory is taken only as tokens arrive."""
         return Session(self)
 
     def release_embedding(self) -> None:
-        """A row of the embedding lies in a tile of 16, and a fault maps the pages around it too: many times what
-        tokens read would stay in memory."""
+        """Release the pages of the embedding. A row lies in a tile of 16, and a fault maps the pages around it too, so
+        many times what tokens read would stay in memory."""
         if not self.spec.tied_head:  # else each token reads all of it
             self.container.release(self.spec.tensors()[0].name)
 
@@ -257,21 +252,10 @@ class Model:
         """
         prompt, most = arguments.token_ids(prompt_ids, self.spec.vocab_size), count(max_tokens, "max_tokens")
         stops = frozenset(arguments.token_ids(stop_ids, self.spec.vocab_size).tolist())
-        return self._generate(self.session(), prompt, most, sampler, stops)
-
-    def _generate(
-        self, session: Session, prompt: npt.NDArray[np.int32], max_tokens: int, sampler: TokenSampler | None,
-        stops: frozenset[int],
-    ) -> Iterator[int]:  # fmt: skip
-        logits = session.append(prompt)[0]
-        for n in range(max_tokens):
-            token = int(np.argmax(logits)) if sampler is None else sampler(logits)
-            if token in stops:
-                return
-            yield token
-            if n + 1 == max_tokens or session.n_tokens == self.ctx:
-                return
-            logits = session.append([token])[0]
+        loop = DecodeLoop(
+            self.session(), prompt, n_positions=self.ctx, max_tokens=most, sampler=sampler or greedy, stop_ids=stops
+        )
+        return iter(loop)
 
     def close(self) -> None:
         """Drop the native model, once no thread runs it, and close the container if this object opened it."""
@@ -289,10 +273,9 @@ class Model:
 class Session:
     """The keys and values of one sequence; made by Model.session().
 
-    The logits after a token are those of the sequence up to it, however tokens are split over calls. Tokens are kept to
-    run them again where that takes it: when the rotary embedding changes with the length of a sequence ("longrope"), or
-    when a cut makes keys visible again that a window no longer held. Threads that share a session take turns, a whole
-    call each.
+    The logits after a token do not depend on how tokens are split over calls. Token ids are kept, since some calls run
+    them again: when the RoPE tables change with the length of the sequence ("longrope"), or when `truncate` makes keys
+    visible that a window has dropped. One thread at a time runs a call on a session.
     """
 
     def __init__(self, model: Model) -> None:
@@ -305,7 +288,7 @@ class Session:
         self._lock, self._process = threading.Lock(), os.getpid()
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if self._process != os.getpid():
             if self._lock.locked():
                 raise UsageError("another thread ran this session when the process was forked; begin a new one here")
@@ -319,23 +302,23 @@ class Session:
 
     @property
     def n_dropped(self) -> int:
-        """Tokens that the next one will not see any more, as `kv_memory` has no room for them."""
-        return max(0, self.n_tokens + 1 - self._window - KV_PINNED) if self._window else 0
+        """Tokens that the next one cannot see, since `kv_memory` has no room for them."""
+        return max(0, self.n_tokens + 1 - self._window - KV_SINKS) if self._window else 0
 
     def append(self, token_ids: TokenIds, *, all_logits: bool = False) -> F32Array:
         """Run tokens through the model: logits (1, vocab_size) after the last, or (n_tokens, vocab_size) after each.
 
-        However tokens are split over calls, the bits are the same. Raises UsageError when there is nothing to append,
-        no room for it, or an id is no integer or outside the vocabulary; nothing is appended then. Raises ClosedError.
+        The bits do not depend on how tokens are split over calls. Raises UsageError for no tokens, for more than fit,
+        and for an id that is not an integer of the vocabulary; nothing is appended then. Raises ClosedError.
         """
         tokens = arguments.token_ids(token_ids, self._vocab_size)
         if tokens.size == 0:
             raise UsageError("there is no token to append; give at least one")
-        with self._turn():
+        with self._exclusive():
             return self._append(tokens, all_logits=all_logits)
 
     def _append(self, tokens: npt.NDArray[np.int32], *, all_logits: bool) -> F32Array:
-        self._model.engine()  # before memory is taken for the answer
+        self._model.engine()  # raises before memory is allocated for logits
         if self.n_tokens + tokens.size > self._session.n_positions:
             raise UsageError(
                 f"{tokens.size} more tokens do not fit: the session holds {self.n_tokens} of at most "
@@ -358,14 +341,14 @@ class Session:
         return out
 
     def _run(self, tokens: npt.NDArray[np.int32], out: F32Array) -> None:
-        # Pieces of the native limit, so that an interrupt is seen between them.
+        # In pieces of at most MAX_TOKENS, so that an interrupt is seen between them.
         for start in range(0, tokens.size, _native.MAX_TOKENS):
             piece = tokens[start : start + _native.MAX_TOKENS]
             last = start + piece.size == tokens.size
             rows = out[start : start + piece.size] if len(out) == tokens.size else out if last else out[:0]
             engine = self._model.engine()
             engine.reach(self.n_tokens + piece.size)
-            with kernels.starting_threads():  # anew in a fork of the process
+            with kernels.starting_threads():  # again in a fork of the process
                 engine.native.forward(self._session, piece, rows)
             self._n_since += piece.size
             if self._n_since >= _native.MAX_TOKENS:
@@ -382,10 +365,10 @@ class Session:
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`.
 
-        Takes no time for the last few, such as drafts; a deeper cut may have to run what is left again. Raises
+        Dropping the last few, such as drafts, takes no time. A deeper cut may run the remaining tokens again. Raises
         UsageError, ClosedError.
         """
-        with self._turn():
+        with self._exclusive():
             self._model.engine()
             self._truncate(count(n_tokens, "n_tokens", high=self.n_tokens, what="what the session holds"))
 
@@ -397,8 +380,10 @@ class Session:
 
 
 class Captured(NamedTuple):
-    """Rows that the products of a layer read: qkv and gate_up (n, hidden_size), o (n, n_heads * head_dim), down
-    (n, intermediate_size), or (n, 0) where the layer has experts, float32."""
+    """Inputs of the linear layers of a decoder layer, by hook, float32.
+
+    qkv, gate_up: (n, hidden_size); o: (n, n_heads * head_dim); down: (n, intermediate_size), or (n, 0) with experts.
+    """
 
     qkv: F32Array
     o: F32Array
@@ -407,10 +392,10 @@ class Captured(NamedTuple):
 
 
 class LayerModel:
-    """One decoder layer by itself, for runs in which the model passes by layer after layer.
+    """One decoder layer by itself, for running a model layer by layer.
 
-    matrices: raw parts (uint8 arrays, as in the container) of each matrix by its `TensorSpec.place`, with its scheme;
-    vectors: float32 arrays of norms and biases by place.
+    matrices: by `TensorSpec.local_name`, raw parts (uint8 arrays, as in the container). vectors: likewise, float32
+    arrays of norms and biases.
     """
 
     def __init__(
@@ -430,35 +415,35 @@ class LayerModel:
         self._native = self._engine.native
         for t in spec.layer_tensors(layer):
             if t.role in ("norm", "bias"):
-                _set_vector(self._native, t, 0, vectors[t.place], spec.norm_offset)
+                _set_vector(self._native, t, 0, vectors[t.local_name], spec.norm_offset)
             else:
-                _set_matrix(self._native, t, 0, matrices[t.place])
+                _set_matrix(self._native, t, 0, matrices[t.local_name])
         self._native.check_shapes()
 
-    def run(self, hidden: F32Array, *, capture: bool = False, attended: bool = False) -> Captured | None:
+    def run(self, hidden: F32Array, *, capture: bool = False, after_attention: bool = False) -> Captured | None:
         """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
 
-        capture: hand out copies of the rows that its products read. attended: `hidden` is what `observe` made of it for
-        gate_up, and goes on from there.
+        capture: return copies of the inputs of its linear layers. after_attention: `hidden` has already passed the
+        attention block, in `observe` at gate_up.
         """
-        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1], attended)
+        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1], after_attention)
         return Captured(**captured) if capture else None
 
-    def observe(self, hidden: F32Array, place: str, *, attended: bool = False) -> F32Array:
-        """Take one sequence as far as the rows of `place`, a field of `Captured`, and return them.
+    def observe(self, hidden: F32Array, hook: str, *, after_attention: bool = False) -> F32Array:
+        """Take one sequence as far as `hook`, a field of `Captured`, and return the rows there.
 
-        `hidden` is as it was for qkv, what is after the attention for o and gate_up, after the layer for down.
-        attended: as in `run`.
+        `hidden` is unchanged at qkv. It has passed the attention block at o and gate_up, the whole layer at down.
+        after_attention: as in `run`.
         """
-        return self._run(hidden, (place,), place, attended)[place]
+        return self._run(hidden, (hook,), hook, after_attention)[hook]
 
-    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str, attended: bool) -> dict[str, F32Array]:
+    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str, after_attention: bool) -> dict[str, F32Array]:
         n, spec = len(hidden), self._spec
         of_heads = spec.n_heads * spec.head_dim
         inner = 0 if self._routed else spec.intermediate_size
         widths = dict(zip(Captured._fields, (spec.hidden_size, of_heads, spec.hidden_size, inner), strict=True))
         captured = {
-            place: np.empty((n if place in wanted else 0, padded_width(w)), np.float32) for place, w in widths.items()
+            hook: np.empty((n if hook in wanted else 0, padded_width(w)), np.float32) for hook, w in widths.items()
         }
         until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
         session = self._native.session(n, self._kv)
@@ -471,15 +456,15 @@ class LayerModel:
                 session,
                 0,
                 hidden[piece],
-                **{place: c[piece] for place, c in captured.items()},
+                **{hook: c[piece] for hook, c in captured.items()},
                 until=until,
-                attended=attended,
+                attended=after_attention,
             )
-        return {place: captured[place][:, : widths[place]] for place in wanted}
+        return {hook: captured[hook][:, : widths[hook]] for hook in wanted}
 
 
 class HeadModel:
-    """The final norm and the head by themselves: from the hidden rows that the last layer gives to logits."""
+    """The final norm and the head by themselves: hidden states after the last layer -> logits."""
 
     def __init__(
         self,
@@ -498,7 +483,7 @@ class HeadModel:
         self._native.check_shapes()
 
     def logits(self, hidden: F32Array) -> F32Array:
-        """(n_tokens, padded hidden_size) -> (n_tokens, vocab_size) float32, the very bits of a `Model`."""
+        """(n_tokens, padded hidden_size) -> (n_tokens, vocab_size) float32, bit for bit those of a `Model`."""
         out = np.empty((len(hidden), self._spec.vocab_size), np.float32)
         for start in range(0, len(hidden), _native.MAX_TOKENS):
             piece = slice(start, start + _native.MAX_TOKENS)
@@ -507,5 +492,5 @@ class HeadModel:
 
 
 def padded_width(n: int) -> int:
-    """Floats of a row of n as the native code wants it."""
+    """Floats of a row of n in native buffers."""
     return -(-n // TILE_ROWS) * TILE_ROWS

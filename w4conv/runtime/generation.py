@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from w4conv.arguments import count
 from w4conv.errors import UsageError
-from w4conv.runtime.engine import F32Array, Model, TokenSampler
+from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler
+from w4conv.runtime.engine import Model
 from w4conv.runtime.lookup import PromptLookup
 from w4conv.runtime.tokenizer import Tokenizer
 
@@ -21,8 +21,8 @@ class Generation:
     finish: "stop" (an end token), "length" (max_tokens), "context" (the context is full) or "interrupted".
     prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
     decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
-    n_drafted, n_accepted: tokens drafted by lookup, and those of them that the model chose too.
-    n_dropped: tokens whose keys and values the model's `kv_memory` had no room for any more.
+    n_drafted, n_accepted: tokens drafted by prompt lookup, and those that the model accepted.
+    n_dropped: tokens dropped from the KV cache by `kv_memory`.
     ids: the n_generated tokens; end_id: the end token behind them, None where none ended the text.
     """
 
@@ -64,9 +64,9 @@ def generate_text(
 ) -> Generation:
     """Continue `prompt_ids`; on_piece gets the text as it becomes complete.
 
-    on_drop: called once when tokens are dropped for want of `kv_memory`, with how many of the newest ones stay.
-    lookup: most tokens to draft from the text so far and check in one pass; the output is the same bytes as without.
-    at_start: the answer is a text of its own, not a continuation of the prompt's (see Tokenizer.stream).
+    on_drop: called once when `kv_memory` first drops tokens, with the number of newest tokens that stay.
+    lookup: most tokens to draft from the text so far, verified in one pass; the output does not change.
+    at_start: the answer starts a new text; else it continues the prompt (see Tokenizer.stream).
     KeyboardInterrupt ends the run; what there is by then is returned, with finish "interrupted". Raises UsageError when
     the prompt is empty or does not fit the context.
     """
@@ -79,6 +79,10 @@ def generate_text(
         )
     drafts = PromptLookup(lookup)
     drafts.extend(prompt_ids)
+    loop = DecodeLoop(
+        model.session(), prompt_ids, n_positions=model.ctx, max_tokens=max_tokens, sampler=sampler, stop_ids=stop_ids,
+        drafts=drafts, on_drop=None if on_drop is None else lambda: on_drop(model.kv_window),
+    )  # fmt: skip
     decoder = tokenizer.stream(after=() if at_start else prompt_ids)
     pieces: list[str] = []
 
@@ -87,65 +91,29 @@ def generate_text(
             pieces.append(piece)
             on_piece(piece)
 
-    finish, end_id = "length", None
     ids: list[int] = []
-    n_generated = n_decoded = n_drafted = n_accepted = n_dropped = 0
-    ahead: list[tuple[int, F32Array]] = []  # tokens drafted and already run, with the logits after each
-    prefill = first = decode = 0.0
-    begin = time.perf_counter()
+    interrupted = False
     try:
-        session = model.session()
-        logits = session.append(prompt_ids)[0]
-        prefill = time.perf_counter() - begin
-        while n_generated < max_tokens:
-            was, n_dropped = n_dropped, max(0, session.n_dropped - len(ahead))
-            if n_dropped and not was and on_drop is not None:
-                on_drop(model.kv_window)
-            token = sampler(logits)
-            first = first or time.perf_counter() - begin
-            if token in stop_ids:
-                finish, end_id = "stop", int(token)
-                break
-            n_generated += 1
-            ids.append(int(token))
+        for token in loop:
+            ids.append(token)
             emit(decoder.push(token))
-            if n_generated == max_tokens:
-                break
-            drafts.extend([token])
-            if ahead and ahead[0][0] == token:
-                logits = ahead.pop(0)[1]
-                n_accepted += 1
-                n_decoded += 1
-                continue
-            session.truncate(session.n_tokens - len(ahead))
-            if session.n_tokens == model.ctx:
-                finish = "context"
-                break
-            room = min(model.ctx - session.n_tokens, max_tokens - n_generated)
-            draft = drafts.draft(room - 1)
-            start = time.perf_counter()
-            rows = session.append([token, *draft], all_logits=True)
-            decode += time.perf_counter() - start
-            n_decoded += 1
-            logits, ahead = rows[0], list(zip(draft, rows[1:], strict=True))
-            n_drafted += len(draft)
     except KeyboardInterrupt:
-        finish = "interrupted"
+        interrupted = True
     emit(decoder.finish())
     return Generation(
-        "".join(pieces),
-        finish,
-        len(prompt_ids),
-        n_generated,
-        n_decoded,
-        prefill,
-        first,
-        decode,
-        n_drafted,
-        n_accepted,
-        n_dropped,
-        tuple(ids),
-        end_id,
+        text="".join(pieces),
+        finish="interrupted" if interrupted else loop.finish,
+        n_prompt=len(prompt_ids),
+        n_generated=len(ids),
+        n_decoded=loop.n_decoded,
+        prefill_seconds=loop.prefill_seconds,
+        first_token_seconds=loop.first_token_seconds,
+        decode_seconds=loop.decode_seconds,
+        n_drafted=loop.n_drafted,
+        n_accepted=loop.n_accepted,
+        n_dropped=loop.n_dropped,
+        ids=tuple(ids),
+        end_id=loop.end_id,
     )
 
 

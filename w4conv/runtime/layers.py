@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import F32Array
 from w4conv.container import Container
 from w4conv.errors import InputError
 from w4conv.models import spec_of
@@ -20,51 +21,50 @@ from w4conv.runtime.engine import HeadModel, LayerModel, Matrix, padded_width
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
 
-F32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
-_BLOCK_NBYTES: Final = 1 << 25  # of source values held beside the matrix that they become
+_BLOCK_NBYTES: Final = 1 << 25  # of source values in memory beside the matrix
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedLayer:
-    """A layer ready to run, and the raw parts of its matrices by their place such as "q_proj"."""
+    """A layer ready to run, and its matrices by `TensorSpec.local_name`."""
 
     model: LayerModel
     matrices: dict[str, Matrix]
 
 
 class LayeredModel(ABC):
-    """spec: what is run; activations, kv: as of `Model`. Nothing but the file mappings is held between calls."""
+    """A model run layer by layer. activations, kv: as of `Model`. Between calls only file mappings are held."""
 
     spec: ModelSpec
     activations: str = "int16"
     kv: str = "f16"
 
     def embed(self, tokens: IntArray, change: Callable[[F32Array], F32Array] = lambda rows: rows) -> F32Array:
-        """(..., n_tokens) ids -> the hidden rows that the first layer reads, (..., n_tokens, padded hidden_size).
+        """Token ids (..., n_tokens) -> hidden states before the first layer, (..., n_tokens, padded hidden_size).
 
-        change: what becomes of the rows of the embedding before.
+        change: applied to the rows of the embedding first.
         """
         t = self.spec.tensors()[0]
-        ids, places = np.unique(tokens, return_inverse=True)
+        ids, index = np.unique(tokens, return_inverse=True)
         out = np.zeros((*tokens.shape, padded_width(t.shape[1])), np.float32)
-        out[..., : t.shape[1]] = change(self._rows(t, ids))[places.reshape(tokens.shape)]
+        out[..., : t.shape[1]] = change(self._rows(t, ids))[index.reshape(tokens.shape)]
         out *= np.float32(self.spec.embedding_scale)
         return out
 
     def layer(self, i: int, *, threads: int | None = None) -> LoadedLayer:
         tensors = self.spec.layer_tensors(i)
-        matrices = {t.place: self._matrix(t) for t in tensors if t.role not in ("norm", "bias")}
-        vectors = {t.place: self._vector(t) for t in tensors if t.role in ("norm", "bias")}
+        matrices = {t.local_name: self._matrix(t) for t in tensors if t.role not in ("norm", "bias")}
+        vectors = {t.local_name: self._vector(t) for t in tensors if t.role in ("norm", "bias")}
         model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations, kv=self.kv)
         return LoadedLayer(model, matrices)
 
     def changed(
         self, i: int, loaded: LoadedLayer, matrices: Mapping[str, Matrix], *, threads: int | None = None
     ) -> LayerModel:
-        """Layer i with other matrices at some places."""
-        vectors = {t.place: self._vector(t) for t in self.spec.layer_tensors(i) if t.role in ("norm", "bias")}
+        """Layer i with some matrices replaced."""
+        vectors = {t.local_name: self._vector(t) for t in self.spec.layer_tensors(i) if t.role in ("norm", "bias")}
         return LayerModel(self.spec, i, loaded.matrices | dict(matrices), vectors, threads=threads)
 
     def changed_head(self, matrix: Matrix, *, threads: int | None = None) -> HeadModel:
@@ -88,19 +88,19 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
-        """Some rows of a matrix; ids ascend."""
+        """The rows `ids`, ascending, of a matrix."""
 
 
 def final_norm(spec: ModelSpec, hidden: F32Array, weight: F32Array, *, threads: int | None = None) -> F32Array:
-    """What the head reads: hidden rows (n, padded hidden_size) after the last norm, (n, hidden_size)."""
+    """Hidden states (n, padded hidden_size) after the final norm: (n, hidden_size), the inputs of the head."""
     x = hidden[:, : spec.hidden_size]
-    squares = kernels.product(x * x, np.ones((1, x.shape[1]), np.float32), threads=threads)
+    squares = kernels.gemm_nt(x * x, np.ones((1, x.shape[1]), np.float32), threads=threads)
     r = 1 / np.sqrt(squares / np.float32(x.shape[1]) + np.float32(spec.norm_eps))
     return np.asarray(x * r * (weight + np.float32(spec.norm_offset)), np.float32)
 
 
 class LayeredContainer(LayeredModel):
-    """The weights stay in the mapping."""
+    """A container. Its weights stay in the mapping."""
 
     def __init__(self, container: Container, *, activations: str = "int16", kv: str = "f16") -> None:
         self._container, self.activations, self.kv = container, activations, kv
@@ -119,7 +119,7 @@ class LayeredContainer(LayeredModel):
 
 
 class LayeredSource(LayeredModel):
-    """The weights of a checkpoint in the type that it holds them in; what it has quantized, as the values it means."""
+    """A checkpoint. Weights keep the type they are stored in; quantized ones are dequantized."""
 
     def __init__(self, source: Source, *, threads: int | None = None) -> None:
         self._source, self._threads = source, threads

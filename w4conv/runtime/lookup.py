@@ -1,4 +1,4 @@
-"""Prompt lookup: tokens drafted from what the text already held, to be checked by the model in one pass."""
+"""Prompt lookup decoding: drafts are copied from the text so far; the model verifies a draft in one pass."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Final
 
 from w4conv.arguments import count
 
-NGRAM: Final = 3  # tokens that have to recur before what followed them is drafted
+NGRAM: Final = 3  # length of the n-gram that has to recur
 MAX_DRAFT: Final = 64
 
 
 class PromptLookup:
-    """Drafts at most `n_draft` tokens: those that followed the last tokens where they stood before, most recently.
+    """Drafts the tokens that followed the latest earlier occurrence of the last n-gram, at most `n_draft`.
 
-    Drafts never change the output: a drafted token counts only when the model chooses it too. 0 drafts nothing.
+    The output does not change: a drafted token is accepted only when the model chooses it too. 0 drafts nothing.
     """
 
     def __init__(self, n_draft: int) -> None:
         self.n_draft = count(n_draft, "lookup", high=MAX_DRAFT)
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its latest occurrence but the last
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index after its latest earlier occurrence
         self._latest: tuple[int, ...] = ()
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """The text went on with these tokens."""
+        """Append tokens to the text."""
         for token in tokens:
             if self._latest:
                 self._ends[self._latest] = len(self._tokens)

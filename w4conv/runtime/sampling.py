@@ -10,15 +10,14 @@ import numpy.typing as npt
 
 from w4conv import elementary
 from w4conv.arguments import count, real, shown
+from w4conv.arrays import F64Array
 from w4conv.errors import UsageError
-
-F64Array = npt.NDArray[np.float64]
 
 
 class Sampler:
     """Greedy at temperature 0 (the first of equal maxima); else a draw, the same for the same seed and logits.
 
-    The steps of a draw, in this order, each on what the one before left: softmax of logits / temperature; the `top_k`
+    The steps of a draw, each on the result of the one before: softmax of logits / temperature; the `top_k`
     most probable tokens (0: all); the fewest tokens whose share reaches `top_p`; tokens with at least `min_p` times the
     largest probability. Of equal probabilities the lower token id counts as the larger. A draw takes one number of
     numpy's PCG64.
@@ -27,7 +26,7 @@ class Sampler:
     def __init__(
         self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
     ) -> None:
-        """Raises UsageError for values out of range, and for filters that greedy choice would not heed."""
+        """Raises UsageError for values out of range, and for filters at temperature 0, where they have no effect."""
         temperature = _real(temperature, "temperature", "0 (greedy) or more", lambda x: x >= 0)
         top_k = count(top_k, "top-k")
         top_p = _real(top_p, "top-p", "above 0 and at most 1 (off)", lambda x: 0 < x <= 1)
@@ -45,8 +44,8 @@ class Sampler:
         p = self.probabilities(logits)
         kept = np.flatnonzero(p)
         cumulative = np.cumsum(p[kept])
-        place = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
-        return int(kept[min(place, len(kept) - 1)])
+        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return int(kept[min(index, len(kept) - 1)])
 
     @functools.cached_property
     def _random(self) -> np.random.Generator:  # greedy choice does without the import

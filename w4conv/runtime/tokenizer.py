@@ -102,7 +102,7 @@ class Tokenizer:
         return "".join([*(stream.push(i) for i in ids), stream.finish()])
 
     def stream(self, *, after: Iterable[int] = ()) -> TokenStream:
-        """Text of tokens as they come. after: tokens before them, such as those of the prompt that they continue."""
+        """Streaming text of tokens. after: the tokens before them, such as those of a prompt that they continue."""
         return TokenStream(self, after)
 
     def id(self, token: str) -> int | None:
@@ -116,7 +116,7 @@ class Tokenizer:
         return found
 
     def text_token(self, token_id: int) -> str | None:
-        """What the decoder gets for an id: None for special tokens and for ids beyond the vocabulary."""
+        """The token of an id for the decoder; None for special tokens and for ids beyond the vocabulary."""
         token = self._tokenizer.token(token_id)
         return None if token in self._special_texts else token
 
@@ -203,7 +203,7 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Joined, the pieces are what `Tokenizer.decode` gives for all ids, or what they add to the text of those before.
+    """Joined, the pieces equal `Tokenizer.decode` of all ids; after others, what they add to the text of these.
 
     Raises InputError where the tokenizers package cannot follow the decoder of the file.
     """
@@ -227,7 +227,7 @@ class TokenStream:
             return self._decoder.push(token)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The remaining text."""
         with package_errors(self._where, "cannot be used"):
             return self._decoder.finish()
 

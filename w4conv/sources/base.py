@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.codes import VALUE_DTYPES, pack_matrix
+from w4conv.arrays import VALUE_DTYPES
+from w4conv.codes import pack_matrix
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
 TOOL_TEMPLATE: Final = "chat_template.tool_use.jinja"  # in a directory: additional_chat_templates/tool_use.jinja
-PLAIN: Final = ("F16", "BF16", "F32")
 BLOCK_NBYTES: Final = 1 << 25  # of values held at a time
 
 
@@ -81,7 +81,7 @@ class SourceTensor:
     @property
     def is_quantized(self) -> bool:
         """Whether the checkpoint itself holds rounded values."""
-        return self.stored_as not in PLAIN
+        return self.stored_as not in VALUE_DTYPES
 
 
 class Source(ABC):
@@ -125,7 +125,7 @@ class Source(ABC):
         """Slices of the rows of a matrix, or of each matrix of a stack: whole tiles of bounded size."""
         stored = self.tensors[name]
         n_rows, n_columns = stored.shape[-2:]
-        row_nbytes = max(n_columns * VALUE_DTYPES[stored.dtype.lower()].itemsize, 1)
+        row_nbytes = max(n_columns * VALUE_DTYPES[stored.dtype].itemsize, 1)
         step = max(BLOCK_NBYTES // row_nbytes // TILE_ROWS, 1) * TILE_ROWS
         return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import InputError
 from w4conv.files.mapped import MappedFile
 from w4conv.scheme import QuantScheme
@@ -23,7 +24,7 @@ from w4conv.sources.gguf_blocks import coded, coding_of
 from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS, rebuild_config, rebuild_generation_config
 from w4conv.sources.gguf_header import GgufHeader, GgufTensor
 from w4conv.sources.gguf_tokenizer import rebuild_tokenizer
-from w4conv.sources.reading import VALUE_DTYPES, row_range, values
+from w4conv.sources.reading import row_range, values
 
 # What the gguf package can dequantize.
 DEQUANTIZABLE: Final = {

@@ -34,13 +34,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import Bytes
 from w4conv.errors import InputError
 from w4conv.scheme import QuantScheme, int4, int8
 from w4conv.sources.base import CodedRows
 from w4conv.sources.packed.base import whole_zero_points
 from w4conv.sources.packed.mxfp4 import scale_of
 
-Bytes = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 
 COLUMNS: Final = 32

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.errors import InputError
+from w4conv.arrays import VALUE_DTYPES
+from w4conv.errors import InputError, listed
 from w4conv.files.blobs import parse_text
 from w4conv.files.mapped import MappedFile
 from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.reading import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
-    VALUE_DTYPES,
     parse_json_object,
     read_small,
     row_range,
@@ -52,6 +52,7 @@ BUFFER: Final = re.compile(
     r"|(^|\.)(position_ids|causal_mask|cached_mask)$"
 )
 MAX_SHARDS: Final = 10_000
+SHARD: Final = re.compile(r"-\d+-of-\d+\b")
 # Endings of what other 4-bit and 8-bit formats store in place of a plain weight.
 PACKED_ENDINGS: Final = (
     ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map",
@@ -149,7 +150,9 @@ def open_as_stored(directory: Path) -> HuggingFaceSource:
     weights = _single_file(directory) if weight_map is None else sorted(set(weight_map.values()))
     found = _read_shards(directory, weights, weight_map)
     config = parse_json_object(blobs[CONFIG], str(directory / CONFIG), allow_nan=True)
-    method: dict[str, Any] = next((config[key] for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), {})
+    key = next((key for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), "")
+    method: dict[str, Any] = config[key] if key else {}
+    kind = method.get("quant_method", method.get("quant_algo", "mlx" if key == "quantization" else "safetensors"))
     source = HuggingFaceSource(
         directory,
         files=[*files, *(directory / name for name in weights)],
@@ -157,7 +160,7 @@ def open_as_stored(directory: Path) -> HuggingFaceSource:
         entries=found,
         blobs=blobs,
         notes=[],
-        kind=str(method.get("quant_method", method.get("quant_algo", "safetensors")))[:40],
+        kind=str(kind)[:40],
     )
     source.tensors = {name: replace(t, nbytes=found[name][1].nbytes) for name, t in source.tensors.items()}
     settings = {key: value for key, value in method.items() if isinstance(value, str | int | float | bool)}
@@ -188,7 +191,7 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
             parse_text(blobs[TOOL_TEMPLATE], str(path))
             files.append(path)
     if others := [path.name for path in more if path.name != "tool_use.jinja"]:
-        notes.append(f"Left aside, of additional_chat_templates: {_listed(others)}.")
+        notes.append(f"Left aside, of additional_chat_templates: {listed(sorted(others), most=4)}.")
 
     warnings = []
     index, weight_map = (None, None) if (directory / SINGLE).exists() else _find_index(directory)
@@ -196,16 +199,18 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
     if index is not None:
         files.append(directory / index)
     files += [directory / name for name in weights]
+    if (named := index or weights[0]) not in (INDEX, SINGLE):
+        notes.append(f"There is no {SINGLE}: the weights are those of {named}.")
     named_by = f"{index} names" if index else f"{weights[0]} holds"
     aside = _weight_files(directory) - set(weights)
-    other_indexes = {path.name for path in directory.glob("*.safetensors.index.json")} - {index}
+    other_indexes = set(_indexes(directory)) - {index}
     if other_indexes and aside:
         warnings.append(
             f"There is more than one set of weights. As in transformers, {named_by} the weights; left aside: "
-            f"{_listed(other_indexes)}; {_listed(aside)}."
+            f"{listed(sorted(other_indexes), most=4)}; {listed(sorted(aside), most=4)}."
         )
     elif aside or other_indexes:
-        notes.append(f"Left aside, as {named_by} the weights: {_listed(aside | other_indexes)}.")
+        notes.append(f"Left aside, as {named_by} the weights: {listed(sorted(aside | other_indexes), most=4)}.")
 
     found = _read_shards(directory, weights, weight_map)
     mapped = {id(file): file for file, _ in found.values()}.values()
@@ -240,13 +245,15 @@ def open_huggingface(directory: Path, *, gptq_zero15: int | None = None) -> Hugg
         found = {name: place for name, place in found.items() if name not in raw.used}
         warnings += raw.warnings
         if raw.activations:
-            notes.append(f"Left out, as activations are not rounded to 8 bits here: {_listed(raw.activations)}.")
+            notes.append(
+                f"Left out, as activations are not rounded to 8 bits here: {listed(sorted(raw.activations), most=4)}."
+            )
         if both := sorted(packed.keys() & found.keys()):
             raise InputError(f"{directory}: {both[0]} is stored twice, plain and as {kind}")
     _refuse_packed(found, directory)
     entries = {name: place for name, place in found.items() if place[1].dtype in VALUE_DTYPES}
     if ignored := {f"{name} ({place[1].dtype})" for name, place in found.items() if name not in entries}:
-        notes.append(f"Left out, as no weight is stored in such a dtype: {_listed(ignored)}.")
+        notes.append(f"Left out, as no weight is stored in such a dtype: {listed(sorted(ignored), most=4)}.")
     endings = TRANSPOSED.get(str(config.get("model_type")), ())
     transposed = frozenset(n for n, (_, e) in entries.items() if endings and n.endswith(endings) and len(e.shape) == 3)
     source = HuggingFaceSource(
@@ -319,8 +326,8 @@ def _language_part(found: dict[str, tuple[MappedFile, Entry]], notes: list[str])
 def _check_is_model(directory: Path) -> None:
     """Tell what a directory without a full model is, and what to do."""
     names = _weight_files(directory)
-    has_model = any(n.endswith(".safetensors") and not n.startswith("adapter_") for n in names) or any(
-        directory.glob("*.safetensors.index.json")
+    has_model = any(n.endswith(".safetensors") and not n.startswith("adapter_") for n in names) or bool(
+        _indexes(directory)
     )
     if not has_model and ((directory / "adapter_config.json").exists() or "adapter_model.safetensors" in names):
         raise InputError(
@@ -336,7 +343,7 @@ def _check_is_model(directory: Path) -> None:
             f"{directory}: no safetensors weights, but GGUF files; name one of them: {directory / ggufs[0]}"
         )
     if not has_model and (pickles := {n for n in names if n.endswith(PICKLE_SUFFIXES)}):
-        raise InputError(f"{directory}: the only weights are {_listed(pickles)}. {PICKLE_ADVICE}")
+        raise InputError(f"{directory}: the only weights are {listed(sorted(pickles), most=4)}. {PICKLE_ADVICE}")
     missing = (
         CONFIG
         if has_model
@@ -358,13 +365,18 @@ def _weight_files(directory: Path) -> set[str]:
     return {p.name for p in directory.iterdir() if holds_weights(p.name)}
 
 
+def _indexes(directory: Path) -> list[str]:
+    """Names of the indexes of shards, those of a variant too (model.safetensors.index.fp16.json)."""
+    return sorted(p.name for p in directory.glob("*.safetensors.index*.json"))
+
+
 def _find_index(directory: Path) -> tuple[str, dict[str, str]] | tuple[None, None]:
     """Name of the index of shards and its map of tensor to shard; None where there is no index."""
-    indexes = sorted(p.name for p in directory.glob("*.safetensors.index.json"))
+    indexes = _indexes(directory)
     if not indexes:
         return None, None
     if INDEX not in indexes and len(indexes) > 1:
-        raise InputError(f"{directory}: which index is meant? There are {_listed(indexes)}; keep one")
+        raise InputError(f"{directory}: which index is meant? There are {listed(sorted(indexes), most=4)}; keep one")
     index = INDEX if INDEX in indexes else indexes[0]
     return index, _weight_map(directory / index)
 
@@ -374,10 +386,13 @@ def _single_file(directory: Path) -> list[str]:
     names = sorted(n for n in _weight_files(directory) if n.endswith(".safetensors") and not n.startswith("adapter_"))
     if SINGLE in names:
         return [SINGLE]
-    if any("-of-" in n for n in names):
-        raise InputError(f"{directory}: shards ({_listed(names)}) without {INDEX}; download it too")
+    if any(SHARD.search(n) for n in names):
+        raise InputError(f"{directory}: shards ({listed(sorted(names), most=4)}) without {INDEX}; download it too")
     if len(names) > 1:
-        raise InputError(f"{directory}: which weights are meant? There are {_listed(names)}; name one of them {SINGLE}")
+        raise InputError(
+            f"{directory}: which weights are meant? There are {listed(sorted(names), most=4)}; "
+            f"name one of them {SINGLE}"
+        )
     return names
 
 
@@ -405,7 +420,7 @@ def _read_shards(
     if missing := [s for s in shards if not (directory / s).exists()]:
         raise InputError(
             f"{directory}: {len(missing)} of {len(shards)} shards that the index names are missing: "
-            f"{_listed(missing)}; download them"
+            f"{listed(sorted(missing), most=4)}; download them"
         )
     out: dict[str, tuple[MappedFile, Entry]] = {}
     for shard in shards:
@@ -414,15 +429,15 @@ def _read_shards(
             if name in out:
                 raise InputError(f"{directory}: {name} is in two shards, {out[name][0].path.name} and {shard}")
             if weight_map is not None and weight_map.get(name) != shard:
-                listed = f"puts it into {weight_map[name]}" if name in weight_map else "does not list it"
+                said = f"puts it into {weight_map[name]}" if name in weight_map else "does not list it"
                 raise InputError(
-                    f"{directory / shard}: {name}: the index {listed}; index and shards do not belong together, "
+                    f"{directory / shard}: {name}: the index {said}; index and shards do not belong together, "
                     "download them again"
                 )
             out[name] = file, entry
     if absent := sorted(set(weight_map or ()) - set(out)):
         raise InputError(
-            f"{directory}: tensors that the index names are in no shard: {_listed(absent)}; "
+            f"{directory}: tensors that the index names are in no shard: {listed(sorted(absent), most=4)}; "
             "index and shards do not belong together, download them again"
         )
     return out
@@ -434,6 +449,11 @@ def _refuse_packed(found: dict[str, tuple[MappedFile, Entry]], directory: Path) 
             raise InputError(
                 f"{directory}: {name} belongs to a quantized checkpoint, but config.json says nothing of it, or not of "
                 "this tensor. Without it, what the bytes mean would be a guess"
+            )
+        if name.endswith(".weight") and len(entry.shape) == 2 and entry.dtype.startswith("F8_"):
+            raise InputError(
+                f"{file.path}: {name}: stored as {entry.dtype}, and there is no scale for it ({name}_scale_inv, or "
+                f"{name}_scale); without one, only F16, BF16 and F32 are supported. Convert the original model"
             )
         if name.endswith((".weight", ".bias")) and entry.dtype not in VALUE_DTYPES:
             raise InputError(f"{file.path}: {name}: stored as {entry.dtype}; only F16, BF16 and F32 are supported")
@@ -471,11 +491,5 @@ def _without_buffers(
     """Without what follows from the config and old checkpoints carry nevertheless."""
     left = {name for name in found if BUFFER.search(name)}
     if left:
-        notes.append(f"Left out, as they follow from the config: {_listed(left)}.")
+        notes.append(f"Left out, as they follow from the config: {listed(sorted(left), most=4)}.")
     return {name: place for name, place in found.items() if name not in left}
-
-
-def _listed(names: Iterable[str]) -> str:
-    """A few names, and how many more."""
-    names = sorted(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

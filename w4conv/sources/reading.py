@@ -8,18 +8,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import InputError
 from w4conv.files.blobs import parse_json_object as parse_json_object
 from w4conv.files.mapped import MappedFile
 
 MAX_JSON_BYTES: Final = 32 << 20
 MAX_TOKENIZER_BYTES: Final = 256 << 20
-
-VALUE_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "F32": np.dtype("<f4"),
-}
 
 
 def values(raw: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:

@@ -15,10 +15,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import Array, F32Array
 from w4conv.sources.packed.base import (
     FLOATS,
-    Array,
-    F32Array,
     PackedTensor,
     RawTensors,
     fields,
@@ -37,7 +36,15 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
     if (bits := integer(settings, "bits", raw, 4)) != 4:
         raise raw.error(f"AWQ with {bits} bits is not supported; 4 is")
     group_size = integer(settings, "group_size", raw)
-    return {f"{module}.weight": _tensor(module, raw, group_size) for module in raw.modules(".qweight")}
+    out = {f"{module}.weight": _tensor(module, raw, group_size) for module in raw.modules(".qweight")}
+    says = "zero_point false" if settings.get("zero_point") is False else "sym" if settings.get("sym") is True else ""
+    asymmetric = [name for name, tensor in out.items() if tensor.coding is None or tensor.coding.kind == "int4z"]
+    if says and asymmetric:
+        raw.warnings.append(
+            f"quantization_config says {says}, but zero points are stored ({len(asymmetric)} matrices, "
+            f"{asymmetric[0].removesuffix('.weight')}): the stored ones count."
+        )
+    return out
 
 
 def _tensor(module: str, raw: RawTensors, group_size: int) -> PackedTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,22 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import VALUE_DTYPES, Array, F32Array
 from w4conv.errors import InputError
 from w4conv.files.mapped import MappedFile
 from w4conv.scheme import GROUP_SIZES, QuantScheme
 from w4conv.sources.base import CodedRows
 from w4conv.sources.safetensors import Entry
 
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
-
 _NUMPY: Final[Mapping[str, np.dtype[Any]]] = {
-    "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4"),
+    **VALUE_DTYPES,
     "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
     "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E8M0": np.dtype("u1"),
     "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1"),
 }  # fmt: skip
-FLOATS: Final = ("F16", "BF16", "F32")
+FLOATS: Final = tuple(VALUE_DTYPES)
+MAX_PATTERN: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,13 @@ class RawTensors:
 
     def entry(self, name: str) -> Entry:
         if name not in self._found:
-            raise self.error(f"{name} is missing, though its parts are there. Fetch the checkpoint again")
+            module = name.rpartition(".")[0]
+            there = sorted(n for n in self._found if module and n.startswith(f"{module}."))
+            beside = f", though {there[0]} is there" if there else ""
+            raise self.error(
+                f"{name} is missing{beside}. Every weight file is complete, so the checkpoint was saved without it: "
+                "convert the original model, or another copy of it"
+            )
         return self._found[name][1]
 
     def use(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -99,6 +105,13 @@ class RawTensors:
             raise self.error(f"{name} has shape {entry.shape}, expected {shape}")
         self.used.add(name)
         return entry.shape
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Whether an expression of the config matches the beginning of a name. Raises InputError."""
+        try:
+            return len(pattern) <= MAX_PATTERN and re.match(pattern, name) is not None
+        except re.error as error:
+            raise self.error(f"quantization_config: {pattern[:40]!r} is no regular expression") from error
 
     def leave_activations(self) -> None:
         self.activations = {f"{module}.input_scale" for module in self.modules(".input_scale")}

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes
-from w4conv.sources.packed.base import F32Array, PackedTensor, RawTensors, packed_tensor
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import PackedTensor, RawTensors, packed_tensor
 from w4conv.sources.reading import parse_json_object
 
 STATE: Final = ".quant_state.bitsandbytes__"
@@ -28,14 +29,35 @@ MAX_STATE_NBYTES: Final = 1 << 16
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
+    stored_4bit = any(any(raw.modules(STATE + kind)) for kind in KINDS)
+    if settings.get("load_in_8bit") and stored_4bit and not any(raw.modules(".SCB")):
+        raise raw.error("quantization_config says load_in_8bit, but 4-bit weights are stored. Correct config.json")
     if settings.get("load_in_8bit") or any(raw.modules(".SCB")):
         raise raw.error("bitsandbytes with 8 bits is not supported; 4 bits are")
-    return {name: _tensor(name, kind, raw) for kind in KINDS for name in raw.modules(STATE + kind)}
+    out = {name: _tensor(name, kind, raw) for kind in KINDS for name in raw.modules(STATE + kind)}
+    said = settings.get("bnb_4bit_quant_type")
+    if other := [name for name, t in out.items() if said in KINDS and not t.stored_as.startswith(f"bnb_{said}")]:
+        raw.warnings.append(
+            f"quantization_config says {said}, but weights are stored otherwise ({len(other)} matrices, {other[0]}: "
+            f"{out[other[0]].stored_as}): the stored kind counts, as in transformers."
+        )
+    nested = settings.get("bnb_4bit_use_double_quant")
+    if other := [name for name, t in out.items() if type(nested) is bool and t.stored_as.endswith("_nested") != nested]:
+        raw.warnings.append(
+            f"quantization_config says bnb_4bit_use_double_quant {str(nested).lower()}, but scales are stored "
+            f"otherwise ({len(other)} matrices, {other[0]}): the stored ones count, as in transformers."
+        )
+    return out
 
 
 def _tensor(name: str, kind: str, raw: RawTensors) -> PackedTensor:
     state = _state(f"{name}{STATE}{kind}", raw)
     shape, block = _shape(name, state, raw), state.get("blocksize")
+    if state.get("quant_type") in KINDS and state["quant_type"] != kind:
+        raise raw.error(
+            f"{name}: its quant_state is named {kind}, but says quant_type {state['quant_type']}. It is not what "
+            "bitsandbytes writes; convert the original model"
+        )
     if state.get("quant_type") != kind or type(block) is not int or not 32 <= block <= 4096 or block & (block - 1):
         raise raw.error(f"{name}: its quant_state has quant_type {state.get('quant_type')!r}, blocksize {block!r}")
     n_rows, n_columns = shape
@@ -46,7 +68,13 @@ def _tensor(name: str, kind: str, raw: RawTensors) -> PackedTensor:
         raise raw.error(f"{name} has shape {raw.entry(name).shape}, expected {n_rows * n_columns // 2} bytes")
     raw.use(f"{name}.quant_map", ("F32",), (16,))
     if not np.array_equal(raw.read(f"{name}.quant_map"), codes.CODEBOOKS[kind]):
-        raise raw.error(f"{name}.quant_map is not the codebook of {kind}")
+        own = raw.read(f"{name}.quant_map")
+        other = next((k for k in KINDS if np.array_equal(own, codes.CODEBOOKS[k])), "")
+        raise raw.error(
+            f"{name}.quant_map is {f'the codebook of {other}' if other else f'not the codebook of {kind}'}, but its "
+            f"quant_state says {kind}: bitsandbytes would use that of {kind}, whatever is stored. Convert the original "
+            "model"
+        )
     absmax = _absmax(name, state, n_blocks, raw)
     size = math.gcd(n_columns, block)  # a block may run over the end of a row
 
@@ -85,15 +113,24 @@ def _shape(name: str, state: Mapping[str, Any], raw: RawTensors) -> tuple[int, i
 
 def _absmax(name: str, state: Mapping[str, Any], n_blocks: int, raw: RawTensors) -> F32Array:
     if "nested_offset" not in state:
-        raw.use(f"{name}.absmax", ("F32",), (n_blocks,))
+        _use_absmax(name, "F32", state, n_blocks, raw)
         return raw.floats(f"{name}.absmax")
     offset, block = state["nested_offset"], state.get("nested_blocksize")
     if not isinstance(offset, int | float) or type(block) is not int or block < 1:
         raise raw.error(f"{name}: its quant_state has nested_offset {offset!r}, nested_blocksize {block!r}")
-    raw.use(f"{name}.absmax", ("U8",), (n_blocks,))
+    _use_absmax(name, "U8", state, n_blocks, raw)
     raw.use(f"{name}.nested_absmax", ("F32",), (-(-n_blocks // block),))
     raw.use(f"{name}.nested_quant_map", ("F32",), (256,))
     codebook, outer = raw.floats(f"{name}.nested_quant_map"), raw.floats(f"{name}.nested_absmax")
     inner: F32Array = codebook[raw.read(f"{name}.absmax").astype(np.uint8)] * outer[np.arange(n_blocks) // block]
     inner += np.float32(offset)
     return inner
+
+
+def _use_absmax(name: str, dtype: str, state: Mapping[str, Any], n_blocks: int, raw: RawTensors) -> None:
+    shape = raw.use(f"{name}.absmax", (dtype,))
+    if shape != (n_blocks,):
+        raise raw.error(
+            f"{name}.absmax has shape {shape}, but the blocksize {state['blocksize']} of its quant_state needs "
+            f"({n_blocks},). It is not what bitsandbytes writes; convert the original model"
+        )

@@ -19,30 +19,28 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F32Array
+from w4conv.errors import InputError
 from w4conv.sources.packed import fp8
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, packed_tensor
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, packed_tensor
 
+CORRECT: Final = "transformers refuses it, or computes other weights. Correct config.json"
 FORMATS: Final = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
-    groups = settings.get("config_groups")
-    inner = [g.get("format") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    for layout in (settings.get("format"), *inner):
+    groups = _groups_of(settings)
+    for layout in (settings.get("format"), *(g.get("format") for g in groups)):
         if layout is not None and layout not in FORMATS:
             raise raw.error(f"compressed-tensors format {str(layout)[:40]!r} is not supported")
-    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    named = (w.get("group_size") for w in weights if isinstance(w, dict))
+    weights = [g["weights"] for g in groups if isinstance(g.get("weights"), dict)]
+    named = (own.get("group_size") for own in weights)
     sizes = {size for size in named if isinstance(size, int)}
     raw.leave_activations()
-    out = {f"{module}.weight": _packed(module, raw, sizes) for module in raw.modules(".weight_packed")}
-    declared = {w.get("symmetric", True) for w in weights if isinstance(w, dict)}
-    for name, tensor in out.items():
-        if declared == {True} and tensor.coding is not None and tensor.coding.kind == "int4z":
-            raise raw.error(
-                f"{name.removesuffix('.weight')}.weight_zero_point has zero points, but config_groups say symmetric: "
-                "transformers would ignore them. Correct config.json: symmetric false, if the zero points are meant"
-            )
+    out = {}
+    for module in raw.modules(".weight_packed"):
+        out[f"{module}.weight"] = tensor = _packed(module, raw, sizes)
+        _compare(tensor, module, settings, raw)
     for module in raw.modules(".weight_scale"):
         name = f"{module}.weight"
         if name in out or name not in raw:
@@ -50,9 +48,80 @@ def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor
         raw.used |= {n for n in (f"{module}.weight_zero_point",) if n in raw}
         if raw.entry(name).dtype == "I8":
             out[name] = _int8(module, raw, sizes)
+            _compare(out[name], module, settings, raw)
         else:
-            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=_block(weights))
+            own = _weights_of(module, settings, raw)
+            out[name] = fp8.tensor(name, f"{module}.weight_scale", raw, block=_block([own] if own else weights))
     return out
+
+
+def _groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups")
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+
+
+def _weights_of(module: str, settings: Mapping[str, Any], raw: RawTensors) -> Mapping[str, Any]:
+    """What config_groups say of the weights of a module: by its name, by a pattern, by its class, in this order, as the
+    library matches them; nothing where no target matches."""
+    names = raw.spellings(module)
+    found = []
+    for group in _groups_of(settings):
+        targets = group.get("targets")
+        for target in targets if isinstance(targets, list) else ():
+            if isinstance(target, str) and (how := _matches(target, names, raw)):
+                found.append((how, target, group.get("weights")))
+    own = min(found, key=lambda match: match[:2])[2] if found else None
+    return own if isinstance(own, dict) else {}
+
+
+def _matches(target: str, names: tuple[str, ...], raw: RawTensors) -> int:
+    """0 where a target does not mean the module; 1 by name, 2 by pattern, 3 by class."""
+    if target in names:
+        return 1
+    if target.startswith("re:"):
+        return 2 if any(raw.matches(target.removeprefix("re:"), name) for name in names) else 0
+    return 3 if target == "Linear" else 0
+
+
+def _compare(tensor: PackedTensor, module: str, settings: Mapping[str, Any], raw: RawTensors) -> None:
+    """Raise InputError where config_groups say of a module what it does not hold: the library refuses such a
+    checkpoint, or computes other weights."""
+
+    def fail(stored: str, declared: str, advice: str) -> InputError:
+        return raw.error(f"{module}.{stored}, but quantization_config says {declared}: {advice}")
+
+    ignored = settings.get("ignore")
+    for target in ignored if isinstance(ignored, list) else ():
+        if isinstance(target, str) and _matches(target, raw.spellings(module), raw) in (1, 2):
+            advice = "transformers would leave its weights random. Take it out of ignore"
+            raise fail("weight is stored quantized", f"ignore {target[:40]!r}", advice)
+    own = _weights_of(module, settings, raw)
+    zero_name, scale = f"{module}.weight_zero_point", raw.entry(f"{module}.weight_scale").shape
+    has_zeros = tensor.coding is not None and tensor.coding.kind == "int4z"
+    if own.get("symmetric", True) is True and own and has_zeros:
+        advice = "transformers would ignore them. Correct config.json: symmetric false, if the zero points are meant"
+        raise fail("weight_zero_point has zero points", "symmetric", advice)
+    if own.get("symmetric") is False and zero_name not in raw:
+        advice = "transformers refuses it. Correct config.json: symmetric true, if the codes are symmetric"
+        raise fail("weight_zero_point is missing", "symmetric false", advice)
+    order = own.get("actorder")
+    if (order is True or order in ("group", "dynamic")) and f"{module}.weight_g_idx" not in raw:
+        advice = "columns would be taken in a wrong order. Correct config.json: actorder weight, if they are in order"
+        raise fail("weight_g_idx is missing", f"actorder {str(order).lower()}", advice)
+    packed = f"{module}.weight_packed"
+    if packed in raw and type(bits := own.get("num_bits")) is int:
+        n_columns = int(raw.read(f"{module}.weight_shape")[1])
+        if raw.entry(packed).shape[1] != -(-n_columns * bits // 32):
+            n_words = raw.entry(packed).shape[1]
+            raise fail(f"weight_packed has {n_words} words for {n_columns} columns", f"num_bits {bits}", CORRECT)
+    n_columns = int(raw.read(f"{module}.weight_shape")[1]) if packed in raw else raw.entry(f"{module}.weight").shape[1]
+    size, strategy = own.get("group_size"), own.get("strategy")
+    n_groups = scale[1] if len(scale) == 2 else 1
+    if strategy in ("channel", "tensor") and n_groups != 1:
+        raise fail(f"weight_scale has {n_groups} groups a row", f"strategy {strategy}", CORRECT)
+    if strategy in (None, "group") and type(size) is int and size > 0 and n_groups != -(-n_columns // size):
+        stored = f"weight_scale has {n_groups} groups for {n_columns} columns"
+        raise fail(stored, f"group_size {size}", CORRECT)
 
 
 def _block(weights: list[Any]) -> tuple[int, int] | None:

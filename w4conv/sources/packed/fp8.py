@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors
 
 
 def _e4m3() -> npt.NDArray[np.float32]:
@@ -31,21 +32,31 @@ def _e4m3() -> npt.NDArray[np.float32]:
 
 
 E4M3: Final = _e4m3()
+DEFAULT_BLOCK: Final = [128, 128]  # as in transformers
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors) -> dict[str, PackedTensor]:
     if (layout := settings.get("fmt", "e4m3")) != "e4m3":
         raise raw.error(f"FP8 fmt {str(layout)[:20]!r} is not supported; e4m3 is")
-    block = settings.get("weight_block_size")
-    if block is None and "weight_block_size" in settings:
+    block = settings.get("weight_block_size", DEFAULT_BLOCK)
+    if block is None:
         block = [1 << 20, 1 << 20]
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= 1 << 20 for n in block):
         raise raw.error(f"quantization_config: weight_block_size is {str(block)[:40]}, expected two integers")
     raw.leave_activations()
-    return {
-        f"{module}.weight": tensor(f"{module}.weight", f"{module}.weight_scale_inv", raw, block=(block[0], block[1]))
-        for module in raw.modules(".weight_scale_inv")
-    }
+    out, single = {}, []
+    for module in raw.modules(".weight_scale_inv"):
+        name, scale_name = f"{module}.weight", f"{module}.weight_scale_inv"
+        out[name] = tensor(name, scale_name, raw, block=(block[0], block[1]))
+        n_rows, n_columns = raw.entry(name).shape
+        if math.prod(raw.entry(scale_name).shape) == 1 and (n_rows > block[0] or n_columns > block[1]):
+            single.append(module)
+    if single:
+        raw.warnings.append(
+            f"quantization_config says weight_block_size {block[0]}, {block[1]}, but one scale is stored for a whole "
+            f"matrix ({len(single)} matrices, {single[0]}): it counts for all of it, as in transformers."
+        )
+    return out
 
 
 def tensor(name: str, scale_name: str, raw: RawTensors, *, block: tuple[int, int] | None) -> PackedTensor:
@@ -59,7 +70,11 @@ def tensor(name: str, scale_name: str, raw: RawTensors, *, block: tuple[int, int
             raise raw.error(f"{scale_name} has shape {shape}, expected one scale, or one for each of {n_rows} rows")
         block = (n_rows if math.prod(shape) == 1 else 1), n_columns
     elif shape != (expected := (-(-n_rows // block[0]), -(-n_columns // block[1]))):
-        raise raw.error(f"{scale_name} has shape {shape}, expected {expected}")
+        raise raw.error(
+            f"{scale_name} has shape {shape}, but blocks of {block[0]} by {block[1]}, which quantization_config says, "
+            f"need {expected} for {n_rows} by {n_columns} weights: which weights share a scale would be a guess. "
+            "Correct config.json, if the scales are right"
+        )
     tall, wide = block
 
     def values(rows: slice) -> F32Array:

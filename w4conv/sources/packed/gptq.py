@@ -13,16 +13,14 @@ whether g_idx puts columns into another order.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import FLOATS, F32Array, PackedTensor, RawTensors, fields, integer, packed_tensor
-
-MAX_PATTERN: Final = 500
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, integer, packed_tensor
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors, *, zero15: int | None = None) -> dict[str, PackedTensor]:
@@ -72,11 +70,7 @@ def _override(settings: Mapping[str, Any], module: str, raw: RawTensors) -> Mapp
     dynamic = settings.get("dynamic")
     for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
         skips = pattern.startswith("-:")
-        try:
-            matches = len(pattern) <= MAX_PATTERN and re.match(pattern.removeprefix("-:").removeprefix("+:"), module)
-        except re.error as error:
-            raise raw.error(f"quantization_config: dynamic: {pattern[:40]!r} is no regular expression") from error
-        if not matches:
+        if not raw.matches(pattern.removeprefix("-:").removeprefix("+:"), module):
             continue
         if skips:
             raise raw.error(f"{module} is stored as GPTQ, but dynamic ({pattern[:40]!r}) says that it is not")
@@ -109,7 +103,7 @@ def _tensor(module: str, raw: RawTensors, choice: Choice, *, v2: bool, zero15: i
     if choice.desc_act is True and f"{module}.g_idx" not in raw:
         raise raw.error(
             f"{module}.g_idx is missing, but desc_act says that columns were ordered: without it they would be taken "
-            "in a wrong order. Fetch the checkpoint again, or correct config.json: desc_act false"
+            "in a wrong order. Correct config.json: desc_act false, if they are in order; or convert another copy"
         )
     order = _order(module, raw, n_columns, n_groups, size)
     trivial = order is None or np.array_equal(order, np.arange(n_columns) // size)

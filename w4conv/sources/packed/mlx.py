@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F32Array
 from w4conv.sources.packed import mxfp4
 from w4conv.sources.packed.base import (
     FLOATS,
-    F32Array,
     PackedTensor,
     RawTensors,
     fields,

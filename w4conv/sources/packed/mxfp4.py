@@ -18,7 +18,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from w4conv.sources.packed.base import F32Array, PackedTensor, RawTensors, packed_tensor, stacked
+from w4conv.arrays import F32Array
+from w4conv.sources.packed.base import PackedTensor, RawTensors, packed_tensor, stacked
 
 GROUP: Final = 32
 BIAS: Final = 127  # of the exponent

@@ -12,7 +12,7 @@ from helpers import make_llama_dir
 
 from w4conv.models import parse_config
 from w4conv.models.rope import RopeSpec
-from w4conv.quantization.scores import Turns
+from w4conv.quantization.query_moments import RopeAverage
 from w4conv.sources import open_source
 
 N = 11
@@ -34,7 +34,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
     ids=["all", "partial", "none", "window"],
 )
-def test_queries_as_keys_meet_them(spec: Any, rope: RopeSpec, no_rope: Any, windows: Any) -> None:
+def test_rope_averaged_query_moments(spec: Any, rope: RopeSpec, no_rope: Any, windows: Any) -> None:
     spec = replace(spec, rope=rope, no_rope=no_rope, sliding_windows=windows)
     rng = np.random.default_rng(0)
     query = rng.standard_normal(12)
@@ -42,10 +42,12 @@ def test_queries_as_keys_meet_them(spec: Any, rope: RopeSpec, no_rope: Any, wind
     total, pairs = np.zeros((12, 12)), 0
     for m in range(N):
         for k in range(max(0, m - windows[0] + 1) if windows else 0, m + 1):
-            met = query.copy()  # the score of a key x is met . x: the product of both rotated to their positions
+            rotated = (
+                query.copy()
+            )  # the score of a key x is rotated . x: the product of both rotated to their positions
             for pair in range(n // 2):
-                x = complex(met[pair], met[pair + n // 2]) * np.exp(1j * (m - k) * 20.0 ** (-2 * pair / n))
-                met[pair], met[pair + n // 2] = x.real, x.imag
-            total, pairs = total + np.outer(met, met), pairs + 1
-    found = Turns(spec, 0, N).mean(np.outer(query, query).astype(np.float32))
+                x = complex(rotated[pair], rotated[pair + n // 2]) * np.exp(1j * (m - k) * 20.0 ** (-2 * pair / n))
+                rotated[pair], rotated[pair + n // 2] = x.real, x.imag
+            total, pairs = total + np.outer(rotated, rotated), pairs + 1
+    found = RopeAverage(spec, 0, N).mean(np.outer(query, query).astype(np.float32))
     np.testing.assert_allclose(found, total / pairs, atol=1e-6)

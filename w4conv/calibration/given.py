@@ -1,0 +1,57 @@
+"""What the user gives to calibrate on: told apart by its first bytes, and read once the model is known."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from w4conv.calibration.imatrix import ImportanceMatrix
+from w4conv.calibration.statistics import SavedStatistics, Statistics
+from w4conv.calibration.text import CTX, TOKENS, CalibrationSet, read_calibration
+from w4conv.errors import UsageError
+from w4conv.models.spec import ModelSpec
+from w4conv.sources.base import Source
+
+Calibration = CalibrationSet | Statistics  # what a conversion is planned with
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A text of which so many tokens are taken, in sequences of ctx."""
+
+    path: Path
+    tokens: int = TOKENS
+    ctx: int = CTX
+
+
+def open_given(path: Path, *, tokens: int | None = None, ctx: int | None = None) -> TextFile | Statistics:
+    """A text, or a file of statistics, or an importance matrix of llama.cpp.
+
+    Raises UsageError where statistics are given and a text is to be cut; InputError for statistics that are damaged.
+    """
+    head = _first_bytes(path)
+    is_importance_matrix = head.startswith(b"GGUF")
+    if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
+        return TextFile(path, TOKENS if tokens is None else tokens, CTX if ctx is None else ctx)
+    if tokens is not None or ctx is not None:
+        raise UsageError(
+            f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"
+        )
+    return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
+
+
+def resolve(given: TextFile | Statistics, source: Source, spec: ModelSpec) -> Calibration:
+    """A text is read and cut into tokens by the source's tokenizer. Raises UsageError, InputError."""
+    if isinstance(given, Statistics):
+        return given
+    return read_calibration(given.path, source.blobs, spec, tokens=given.tokens, ctx=given.ctx)
+
+
+def _first_bytes(path: Path) -> bytes:
+    """9 of them; none of a pipe, which can be read once only, nor of what cannot be opened, which is told later."""
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as stream:
+            return stream.read(9)
+    except OSError:
+        return b""
