@@ -45,7 +45,9 @@ def parsed(config: Any) -> Any:
 
 
 def takes(kind: str, key: str, value: Any) -> bool:
-    """Whether the class takes the value, keeps what it means, and a model can be made of it."""
+    """Whether the class takes the value as a number, and a model can be made of it."""
+    if isinstance(value, str):
+        return False  # a key that a class does not check, as it has no use for it, takes a text as well
     try:
         config = transformers.AutoConfig.for_model(kind, **{**SIZES, key: value})
         with torch.device("meta"):
