@@ -45,7 +45,7 @@ def parsed(config: Any) -> Any:
 
 
 def takes(kind: str, key: str, value: Any) -> bool:
-    """Whether the class takes the value, keeps what it means, and a model can be made of it."""
+    """Whether the class takes the value as a number, and a model can be made of it."""
     try:
         config = transformers.AutoConfig.for_model(kind, **{**SIZES, key: value})
         with torch.device("meta"):
@@ -74,7 +74,7 @@ def test_numbers(kind: str) -> None:
                 continue
             tried += 1
             found = parsed({**base, key: value})
-            if takes(kind, key, value):
+            if key != "_sliding_window_pattern" and takes(kind, key, value):  # which no class checks or uses
                 assert found == plain, (key, form, found)
             elif form not in ("integer", "whole float") or found != plain:
                 assert isinstance(found, str), (key, form)
