@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import UsageError
-from w4conv.files.apart import known
 from w4conv.scheme import KINDS
 
 Values = Mapping[str, Any]
@@ -55,6 +54,8 @@ def _is_file(name: str) -> Callable[[Values], bool]:
     """Whether an output is a file or a directory: not absent, not standard output, a pipe or a device."""
 
     def check(values: Values) -> bool:
+        from w4conv.files.apart import known  # with what every command would load else
+
         out = values.get(name)
         if out is None or str(out) in ("-", "/dev/stdout"):
             return False

@@ -81,7 +81,7 @@ def keep_origin(out: PathWords, provenance: Mapping[str, Any], digests: Sequence
     for name, nbytes, digest in found:
         if _holds(path, nbytes, digest):
             raise UsageError(f"{out} is {name}, of which the container was made. Name another output")
-    for entry in path.iterdir() if path.is_dir() else ():
+    for entry in path.iterdir() if known(Path.is_dir, path) else ():
         for name, nbytes, digest in weights:
             if _holds(entry, nbytes, digest):
                 raise UsageError(f"{out} holds {name}, of which the container was made. Name another output")
