@@ -24,7 +24,10 @@ TIERS = {
     "avx512vnni": ("kAvx512VnniKernels", [*AVX512, "-mavx512vnni"]),
 }
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build with")
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build with"),
+]
 
 
 def digest(folder: Path, tier: str, sanitizers: str) -> str:
