@@ -216,7 +216,7 @@ def test_a_real_trained_model_loses_little(tmp_path: Path) -> None:
     stories = trained("bf16")
     w4conv.quantize(stories, tmp_path / "s.w4", scheme="w8a16")
     text = tmp_path / "story.txt"
-    text.write_text((stories / "../stories260K-f32/sample_greedy.txt").read_text() * 4)
+    text.write_text((trained() / "sample_greedy.txt").read_text() * 4)
     report = verify(tmp_path / "s.w4", against=stories, ppl=True, text=text, ctx=32, max_ppl_increase="5%", min_sqnr=35)
     assert report.ok, report.failures
     assert report.perplexity is not None
