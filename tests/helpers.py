@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,13 +22,56 @@ CHAT_TEMPLATE = (
 )
 
 
-def data_dir(*parts: str) -> Path:
-    """A folder or file of the shared test data; skips the test where it is absent."""
+def shared_data(*parts: str) -> Path | None:
+    """A folder or file of the shared test data, which a public clone does not have; None where it is absent."""
     root = Path(os.environ.get("W4CONV_TEST_DATA", Path(__file__).parents[1] / "../shared/data")).resolve()
     path = root.joinpath(*parts)
-    if not path.exists():
-        pytest.skip(f"test data {path} is absent (set W4CONV_TEST_DATA)")
+    return path if path.exists() else None
+
+
+def data_dir(*parts: str) -> Path:
+    """The same; skips the test where it is absent. For figures that others published of just these files."""
+    path = shared_data(*parts)
+    if path is None:
+        pytest.skip(f"shared test data {'/'.join(parts)} is absent (set W4CONV_TEST_DATA)")
     return path
+
+
+def real_configs() -> dict[str, dict[str, Any]]:
+    """config.json of published models by name: what the models are, out of real_configs.json; the whole files of the
+    shared data in place of that where they are."""
+    configs: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("real_configs.json").read_text())
+    if folder := shared_data("configs"):
+        configs |= {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/config.json"))}
+    return configs
+
+
+# Texts that tokenizers stumble on: white space, digits, apostrophes, scripts, marks, emoji, what looks like code.
+HARD_TEXTS = (
+    "", " ", "  ", "   ", "\t", "\n", "\n\n", "\n\n\n", "\t\n", " \n  \n", "\r\n\r\n", "\u0085\u2028\u2029",
+    "Hello", " Hello",
+    "Hello  world", "HELLO WORLD!", " this is 🦙.w4", "w048 7tuijk dsdfhu", "I'll you've WE'RE 'sit don't",
+    "3", "33", "333",
+    "33333333", "1,234.5e-6 ½ ² Ⅷ", "!!!!!!", "?!.,;:", "a\u0301 e\u0308 \u1112\u1161\u11ab", "ﬁ ① ｶﾞ", "Zoë naïveÉcole",
+    "x\u3000y\u00a0z\u200bw", "нещо на български", "កាន់តែពិសេស", "漢字かな交じり文", "你好。世界",
+    "한국어", "שלום עולם",
+    "مرحبا بالعالم", "नमस्ते", "ไทย", "🚀 (normal) 😶\u200d🌫️ (joined) 👩🏽\u200d🚀 🇩🇪",
+    "if (a<b) { return c[0]; } // x\n\tdone\n",
+    "https://example.org/a?b=c&d=%20", "camelCaseXMLHttp snake_case kebab-case", "a" * 40,
+    "=\n\n\n  ==", "ied 4 ½ months",
+)  # fmt: skip
+
+
+def hard_texts(name: str) -> list[str]:
+    """HARD_TEXTS, and those that llama.cpp tests its vocabulary `name` with where the shared data is."""
+    file = shared_data("tokenizer-vectors", f"ggml-vocab-{name}.gguf.inp")
+    return [*HARD_TEXTS, *(file.read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n") if file else ())]
+
+
+def english() -> str:
+    """Some pages of English."""
+    demo = Path(__file__).parents[1] / "docs/demo"
+    return (demo / "text.txt").read_text() + (demo / "score.txt").read_text()
 
 
 def bf16_bits(values: Array) -> npt.NDArray[np.uint16]:

@@ -70,7 +70,8 @@ def _llama_cpp() -> Path:
     """The folder `models` of llama.cpp as its Python package carries it."""
     target = FOLDER / "llama.cpp"
     if not target.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", LLAMA_CPP]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        pip += ["--no-build-isolation", LLAMA_CPP]  # an environment built only to ask for a name takes minutes
         _fetch(pip, LLAMA_CPP_SHA256, "*.tar.gz", "/vendor/llama.cpp/models/", target)
     return target
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 from command import COMMAND, Runner, environment
-from helpers import data_dir, make_llama_dir
+from helpers import make_llama_dir
+from stories import trained
 
 
 def test_container_as_text(w4: Runner, container: Path) -> None:
@@ -64,7 +65,7 @@ def test_checkpoints(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
     out = w4("inspect", checkpoint).done().out
     assert "Hugging Face directory" in out
     assert "F16" in out
-    assert w4("inspect", data_dir("hf", "stories260K-bf16")).done().out.count("BF16") == 1
+    assert w4("inspect", trained("bf16")).done().out.count("BF16") == 1
 
 
 def test_unsupported_models_are_described_with_a_note(w4: Runner, tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 from command import COMMAND, TIMEOUT, Runner, default_signals, environment
-from helpers import data_dir, make_llama_dir, tiny_tokenizer
+from helpers import make_llama_dir, tiny_tokenizer
+from stories import trained
+from tokenizers import Tokenizer as Reference
 
 import w4conv
 
@@ -33,12 +35,12 @@ main()
 @pytest.fixture
 def stories(w4: Runner, tmp_path: Path) -> Path:
     out = tmp_path / "stories.w4"
-    w4("quantize", data_dir("hf", "stories260K-f32"), out, "--scheme", "keep").done()
+    w4("quantize", trained(), out, "--scheme", "keep").done()
     return out
 
 
 def test_greedy_text_is_the_documented_one(w4: Runner, stories: Path) -> None:
-    expected = data_dir("hf", "stories260K-f32", "sample_greedy.txt").read_text().strip()
+    expected = (trained() / "sample_greedy.txt").read_text().strip()
     out = w4("run", stories, "-p", "", "-n", 150).done()
     assert out.out.startswith(expected)
     assert out.err == "w4conv: note: the answer was cut after 150 tokens; -n allows more\n"
@@ -69,7 +71,7 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     assert result["finish"] == "length"
     stats = result["stats"]
     assert (stats["generated_tokens"], stats["decoded_tokens"], stats["threads"]) == (12, 11, 1)
-    assert stats["prompt_tokens"] == 3
+    assert stats["prompt_tokens"] == len(Reference.from_file(str(trained() / "tokenizer.json")).encode("Once upon").ids)
     assert stats["first_token_seconds"] >= stats["prefill_seconds"] > 0
     assert stats["decode_tokens_per_second"] == pytest.approx(1000 / stats["decode_ms_per_token"])
     assert stats["resident_bytes"]["anonymous"] > 0
@@ -78,7 +80,7 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     for part in ("prefill", "first token", "ms/token", "GB/s", "file-backed", "anonymous", "scalar, "):
         assert part in text.err
     assert stats["activations"] == "int16"
-    w4("quantize", data_dir("hf", "stories260K-f32"), "int4.w4", "--group-size", "32").done()
+    w4("quantize", trained(), "int4.w4", "--group-size", "32").done()
     w4("run", stories, "-p", "Once", "--activations", "int8").failed(2, "--activations has no effect")
     one = json.loads(w4("run", "int4.w4", "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
     assert one["stats"]["activations"] == "int8"

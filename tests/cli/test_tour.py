@@ -88,6 +88,7 @@ def test_steps_are_the_indented_blocks() -> None:
     assert steps(page) == [("", "one --a"), ("", "two"), ("m.toml", "# m.toml: y\nz = 1\n"), ("", "three")]
 
 
+@pytest.mark.services
 def test_the_tour_runs_as_written(outputs: Outputs) -> None:
     said = {command.split(" #")[0].strip(): out for command, out in outputs.items()}
     assert any(out.strip() == "134515008" for out in said.values())  # the parameters, counted by a script
@@ -101,6 +102,7 @@ def test_the_tour_runs_as_written(outputs: Outputs) -> None:
     assert told.strip().endswith(".")
 
 
+@pytest.mark.services
 def test_the_readme_shows_what_its_commands_print(demo: ModuleType, outputs: Outputs) -> None:
     """The five commands are among those of the tour, so that they run once."""
     written = (ROOT / "README.md").read_text().split(demo.BEGIN)[1].split(demo.END)[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import BOS, EOS, data_dir, make_llama_dir, tiny_tokenizer
+from helpers import BOS, EOS, make_llama_dir, shared_data, tiny_tokenizer
 from vocabularies import NPM, chat_templates, tokenizer_file
 
 from w4conv.errors import W4Error
@@ -161,11 +161,12 @@ def published() -> dict[str, str]:
     found = chat_templates()
     for name in NPM:
         found[f"npm {name}"] = json.loads(tokenizer_file(name, "tokenizer_config.json")).get("chat_template", "")
-    for path in sorted(data_dir("configs").glob("*/tokenizer_config.json")):
+    for path in sorted((shared_data("configs") or Path("absent")).glob("*/tokenizer_config.json")):
         found[path.parent.name] = json.loads(path.read_text()).get("chat_template", "")
     return {name: template for name, template in found.items() if template}
 
 
+@pytest.mark.services
 def test_templates_of_real_models(oracle: Any) -> None:
     """Those that only run with another engine's extras are refused by both, and hence the same."""
     templates = published()

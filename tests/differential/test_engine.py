@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import data_dir
 from reference_forward import ReferenceModel
+from stories import trained
 from tiny_models import MODELS, N_TOKENS, Case
 
 import w4conv
@@ -98,7 +98,7 @@ def test_a_truncated_session_goes_on_as_if_new(case: Case, tmp_path: Path) -> No
 def test_stories260k_tells_its_documented_story(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    folder = data_dir("hf", "stories260K-f32")
+    folder = trained()
     w4conv.quantize(folder, tmp_path / "m.w4", scheme="keep")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     want = (folder / "sample_greedy.txt").read_text().strip()
@@ -111,7 +111,7 @@ def test_stories260k_tells_its_documented_story(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_stories260k_of_other_types_runs(tmp_path: Path, dtype: str) -> None:
-    folder = data_dir("hf", f"stories260K-{dtype}")
+    folder = trained(dtype)
     for scheme in ("keep", "w4a16"):
         w4conv.quantize(folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32)
         with Model(tmp_path / f"{scheme}.w4") as model:

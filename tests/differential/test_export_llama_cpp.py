@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from exports import same, schemes, values
 from helpers import data_dir, make_llama_dir
+from stories import trained
 
 import w4conv
 from w4conv.commands.export import export
@@ -144,7 +145,7 @@ def test_mixtures_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int) -
 
 
 def test_a_trained_model_with_pieces(tmp_path: Path) -> None:
-    w4conv.quantize(data_dir("hf", "stories260K-f32"), tmp_path / "s.w4", group_size=32)
+    w4conv.quantize(trained(), tmp_path / "s.w4", group_size=32)
     export(tmp_path / "s.w4", tmp_path / "s.gguf", to="gguf")
     llm = load(tmp_path / "s.gguf", 256)
     with open_container(tmp_path / "s.w4") as container:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
-from helpers import data_dir
+from helpers import real_configs
 from test_engine import MODELS
 
 from w4conv.models import FAMILIES
@@ -41,8 +40,8 @@ MORE = {
 def table() -> str:
     tiny = Counter(kind for kind, _ in MODELS.values())
     real: dict[str, list[str]] = {}
-    for path in sorted(data_dir("configs").glob("*/config.json")):
-        real.setdefault(json.loads(path.read_text())["architectures"][0], []).append(path.parent.name)
+    for name, config in sorted(real_configs().items()):
+        real.setdefault(config["architectures"][0], []).append(name)
     lines = ["| architecture | models | compared with transformers | real configs |", "|---|---|---|---|"]
     for family in FAMILIES:
         for architecture, kind in family.ARCHITECTURES.items():

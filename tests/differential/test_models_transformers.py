@@ -6,16 +6,12 @@ import json
 
 import numpy as np
 import pytest
-from helpers import data_dir
+from helpers import real_configs
 
 from w4conv.models import parse_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-
-def real_configs() -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(data_dir("configs").glob("*/config.json"))]
 
 
 def meta_model(config: dict):
@@ -31,11 +27,11 @@ def shapes(model) -> dict[str, tuple[int, ...]]:
 def test_real_models_have_the_same_parameters():
     configs = real_configs()
     assert len(configs) >= 17
-    for config in configs:
+    for name, config in configs.items():
         spec = parse_config(config)
         expected = shapes(meta_model(config))
         if spec.experts is None:  # those of experts are stacked in memory, and not so in files
-            assert {t.name: t.shape for t in spec.tensors()} == expected, config.get("_name_or_path")
+            assert {t.name: t.shape for t in spec.tensors()} == expected, name
         assert spec.n_parameters == sum(int(np.prod(shape)) for shape in expected.values())
 
 

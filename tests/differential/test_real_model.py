@@ -12,6 +12,7 @@ from helpers import data_dir
 
 import w4conv
 
+pytestmark = pytest.mark.services
 DEMO = Path(__file__).parents[2] / "docs/demo/demo.py"
 
 # The same weights (dequantized, in F16) and text, ctx 512, first 32 chunks: transformers in float32 gives 22.5877,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import data_dir, make_llama_dir
+from helpers import english, hard_texts, make_llama_dir
 from tokenizers import Tokenizer as Reference
 from vocabularies import mistral_file, tokenizer_files
 
@@ -36,9 +36,8 @@ HARD = (
 
 
 def texts() -> list[str]:
-    vectors = data_dir("tokenizer-vectors", "ggml-vocab-llama-spm.gguf.inp").read_text()
-    wiki = data_dir("wikitext-2-raw", "wiki.test.raw").read_text()
-    return [*HARD, *vectors.split("\n__ggml_vocab_test__\n"), *(wiki[i : i + 500] for i in range(0, 200_000, 10_000))]
+    pages = english()
+    return [*HARD, *hard_texts("llama-spm"), *(pages[i : i + 500] for i in range(0, len(pages), 500))]
 
 
 def rebuilt(model: bytes, **files: object) -> dict[str, bytes]:
@@ -48,7 +47,7 @@ def rebuilt(model: bytes, **files: object) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_models(name: str) -> None:
-    lines = data_dir("calibration", "state_of_the_union_1945_2006.txt").read_text()[:200_000].splitlines()
+    lines = english().splitlines()
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=out, vocab_size=900, minloglevel=2, **MODELS[name]
@@ -64,6 +63,7 @@ def test_trained_models(name: str) -> None:
             assert ours.decode(ids) == oracle.decode(ids), text
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("version", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
 def test_real_models(version: str) -> None:
     path = mistral_file(version)
@@ -73,6 +73,7 @@ def test_real_models(version: str) -> None:
         assert ours.encode(text, add_bos=False) == oracle.encode(text), text
 
 
+@pytest.mark.services
 def test_a_directory_with_tokenizer_model_alone(tmp_path: Path) -> None:
     """What transformers' own conversion of this model gives, which is published as tokenizer.json."""
     published = Reference.from_str(tokenizer_files("mistral")["tokenizer.json"].decode())
@@ -87,6 +88,7 @@ def test_a_directory_with_tokenizer_model_alone(tmp_path: Path) -> None:
         assert ours.encode(text, add_bos=False) == published.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.services
 def test_published_rules_of_cutting() -> None:
     tekken = json.loads(mistral_file("tekken_240718.json").read_text())
     assert tekken["config"]["pattern"] == TEKKEN_WORDS

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import BOS, data_dir, make_llama_dir, tiny_tokenizer
+from helpers import BOS, english, hard_texts, make_llama_dir, tiny_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Reference
 from vocabularies import NPM, gguf_vocabulary, tokenizer_file, tokenizer_files
@@ -43,24 +43,26 @@ def rebuilt(path: Path) -> Tokenizer:
     return Tokenizer(blobs)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2"])
 def test_published_vectors(name: str) -> None:
-    texts = data_dir("tokenizer-vectors", f"ggml-vocab-{name}.gguf.inp")
-    tokenizers = [rebuilt(gguf_vocabulary(name))]
+    path = gguf_vocabulary(name)
+    tokenizers = [rebuilt(path)]
     if name in AS_JSON:
         tokenizers.append(Tokenizer(tokenizer_files(AS_JSON[name])))
-    for text, expected in vectors(texts):
+    for text, expected in vectors(path.with_name(f"{path.name}.inp")):
         for tokenizer in tokenizers:
             assert tokenizer.encode(text, add_bos=False) == expected, text
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("name", sorted(NPM))
 def test_parts_of_a_vocabulary_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package_tokenizer, "_FEW", 1 << 30)
     document = tokenizer_file(name, "tokenizer.json")
     ours, whole = PackageTokenizer(document), Reference.from_str(document.decode())
     marks = [token["content"] for token in json.loads(document)["added_tokens"][:3]]
-    texts = [text for text, _ in vectors(data_dir("tokenizer-vectors", "ggml-vocab-qwen2.gguf.inp"))]
+    texts = hard_texts("qwen2")
     texts += [whole.decode([*range(start, start + 40)]) for start in range(500, 30_000, 3_000)]
     for text in [*texts, "".join(texts), *(f"{mark} a{mark}  b\n{mark}" for mark in marks)]:
         assert ours.encode(text) == whole.encode(text, add_special_tokens=False).ids, text
@@ -72,6 +74,7 @@ def test_parts_of_a_vocabulary_give_the_same_tokens(name: str, monkeypatch: pyte
     assert max(file.highest_id, *file.added) == max(whole.get_vocab().values())
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("name", ["command-r", "mpt", "refact", "starcoder"])
 def test_vectors_that_come_with_the_vocabulary(name: str) -> None:
     path = gguf_vocabulary(name)
@@ -80,6 +83,7 @@ def test_vectors_that_come_with_the_vocabulary(name: str) -> None:
         assert tokenizer.encode(text, add_bos=False) == expected, text
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     "name", ["aquila", "baichuan", "gpt-2", "gpt-neox", "llama-bpe", "llama-spm", "phi-3", "qwen2"]
 )
@@ -90,9 +94,8 @@ def test_same_tokens_as_llama_cpp(name: str) -> None:
     oracle = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     blobs, _ = rebuild_tokenizer(GgufHeader(MappedFile(path)))
     ours = Tokenizer(blobs)
-    texts = [text for text, _ in vectors(data_dir("tokenizer-vectors", "ggml-vocab-qwen2.gguf.inp"))]
-    wiki = data_dir("wikitext-2-raw", "wiki.test.raw").read_text()
-    texts += [wiki[start : start + 2000] for start in range(0, len(wiki), 100_000)]
+    texts = hard_texts("qwen2")
+    texts += [english()[start : start + 2000] for start in range(0, len(english()), 2000)]
     marks = [token["content"] for token in json.loads(blobs["tokenizer.json"])["added_tokens"][:40]]
     texts += [f"{mark} a{mark}  b\n{mark}" for mark in marks]
     for text in texts:
@@ -101,6 +104,7 @@ def test_same_tokens_as_llama_cpp(name: str) -> None:
     assert ours.adds_bos == (oracle.tokenize(b"a", add_bos=True)[0] == ours.bos_id)
 
 
+@pytest.mark.services
 def test_gpt_oss_in_llama_cpp(tmp_path: Path) -> None:
     """Its tokenizer takes whole words as they are, which llama.cpp does not by this name: the merges give the same.
     Only words with combining marks are cut otherwise there, and the export says so."""
@@ -115,9 +119,8 @@ def test_gpt_oss_in_llama_cpp(tmp_path: Path) -> None:
     oracle = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
     with open_container(tmp_path / "m.w4") as container:
         ours = Tokenizer(container.blobs)
-    texts = [text for text, _ in vectors(data_dir("tokenizer-vectors", "ggml-vocab-qwen2.gguf.inp"))]
-    wiki = data_dir("wikitext-2-raw", "wiki.test.raw").read_text()
-    texts += [wiki[start : start + 2000] for start in range(0, len(wiki), 100_000)]
+    texts = hard_texts("qwen2")
+    texts += [english()[start : start + 2000] for start in range(0, len(english()), 2000)]
     texts += ["<|start|>user<|message|>I'LL  CamelCase naïveÉcole<|end|>\n", "12345678 ½ ²\r\n\r\n//x/"]
     unmarked = [text for text in texts if not any(unicodedata.category(c).startswith("M") for c in text)]
     assert len(unmarked) > 50
@@ -160,6 +163,7 @@ def test_added_tokens_as_transformers_has_them(tmp_path: Path, case: str) -> Non
         assert ours.encode(text) == oracle.encode(text)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("name", ["mistral", "llama3", "qwen3"])
 def test_special_tokens_as_transformers_has_them(tmp_path: Path, name: str) -> None:
     """Which token begins a text, whether it is added, and what a chat template is told of special tokens."""

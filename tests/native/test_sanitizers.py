@@ -26,7 +26,10 @@ TIERS: dict[str, list[str]] = {
 # Tiers that are compiled as their dot product alone, and whose kernels they take besides.
 BASES = {"avxvnni": "avx2", "avx512vnni": "avx512"}
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build with")
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler to build with"),
+]
 
 
 def digest(folder: Path, tier: str, sanitizers: str) -> str:

@@ -189,7 +189,7 @@ def test_token_ids_that_are_none(ids: Any, place: Place) -> None:
 @pytest.mark.parametrize("ids", [
     (5, 6, 7), range(5, 8), np.array([5, 6, 7], np.uint8), np.array([5, 6, 7], np.int64)[::1], np.arange(15)[5:8],
     [np.int32(5), 6, np.uint64(7)], np.array([0, 5, 0, 6, 0, 7])[1::2], iter([5, 6, 7]), np.array([5, 6, 7], ">i4"),
-], ids=str)  # fmt: skip
+], ids=lambda ids: f"{type(ids).__name__} {getattr(ids, 'dtype', '')}".strip())  # fmt: skip
 def test_token_ids_of_every_kind(ids: Any, place: Place) -> None:
     assert place.model.logits(ids).tobytes() == place.model.logits([5, 6, 7]).tobytes()
 

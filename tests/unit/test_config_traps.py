@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import EOS, data_dir, make_llama_dir, tiny_tokenizer, write_safetensors
+from helpers import EOS, make_llama_dir, real_configs, tiny_tokenizer, write_safetensors
 from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer
 
@@ -108,7 +108,7 @@ def test_a_sliding_window_longer_than_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["Phi-4-mini-instruct", "Mistral-7B-v0.1", "Qwen2.5-7B"])
 def test_windows_of_real_models(model: str) -> None:
     """Phi-4-mini's is longer than its context, Mistral's shorter, Qwen2.5's switched off."""
-    config = json.loads(data_dir("configs", model, "config.json").read_text())
+    config = real_configs()[model]
     window = {"Phi-4-mini-instruct": 262144, "Mistral-7B-v0.1": 4096, "Qwen2.5-7B": 0}[model]
     spec = parse_config(config)
     assert {spec.window(layer) for layer in range(spec.n_layers)} == {window}

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import pytest
 from cuts import LLAMA3, O200K, QWEN2, TEKKEN
 from exports import config, converted, recoded, same, values
-from helpers import data_dir, tiny_tokenizer
+from helpers import tiny_tokenizer
 from safetensors import safe_open
+from stories import trained
 from tokenizers import (
     AddedToken,
     Regex,
@@ -271,7 +272,7 @@ def test_gguf_metadata(tmp_path: Path) -> None:
 
 def test_gguf_sentence_pieces_come_back(tmp_path: Path) -> None:
     """A real SentencePiece-like tokenizer: scores in, the same tokens out."""
-    w4conv.quantize(data_dir("hf", "stories260K-f32"), tmp_path / "s.w4")
+    w4conv.quantize(trained(), tmp_path / "s.w4")
     export(tmp_path / "s.w4", tmp_path / "s.gguf", to="gguf")
     w4conv.quantize(tmp_path / "s.gguf", tmp_path / "again.w4", scheme="f32")
     from w4conv.runtime.tokenizer import Tokenizer as Ours

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import data_dir, make_llama_dir
+from helpers import make_llama_dir, real_configs
 
 import w4conv
 from w4conv.commands.inspect import Inspection, inspect, inspect_stream, kind_of
@@ -69,12 +69,10 @@ def test_no_weight_is_needed(tmp_path: Path) -> None:
 def test_real_configs_are_described_whatever_they_are(tmp_path: Path) -> None:
     """The weights do not fit the config here; inspect describes the model or says why not, and never fails."""
     source = make_llama_dir(tmp_path / "in")
-    configs = sorted(data_dir("configs").glob("*/config.json"))
-    assert configs
-    for config in configs:
-        (source / "config.json").write_bytes(config.read_bytes())
+    for config in real_configs().values():
+        (source / "config.json").write_text(json.dumps(config))
         found = inspect(source)
-        assert found.architecture == json.loads(config.read_text())["architectures"][0]
+        assert found.architecture == config["architectures"][0]
         assert (found.model is None) == any("cannot convert this model" in note for note in found.notes)
 
 

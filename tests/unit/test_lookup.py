@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import data_dir
 from hypothesis import given
 from hypothesis import strategies as st
+from stories import trained
 
 import w4conv
 from w4conv.errors import UsageError
@@ -45,7 +45,7 @@ def test_a_draft_of_another_size_is_refused(n: int) -> None:
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lookup") / "stories.w4"
-    w4conv.quantize(data_dir("hf", "stories260K-f32"), path, group_size=32)
+    w4conv.quantize(trained(), path, group_size=32)
     return path
 
 

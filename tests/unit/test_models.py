@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
-from helpers import data_dir, llama_tensors
+from helpers import llama_tensors, real_configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -288,7 +287,7 @@ def test_any_config_gives_a_spec_or_an_input_error(config, changes):
     ],
 )
 def test_parameters_of_real_models(model, n_parameters):
-    spec = parse_config(json.loads(data_dir("configs", model, "config.json").read_text()))
+    spec = parse_config(real_configs()[model])
     assert spec.n_parameters == n_parameters
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import gguf
 import pytest
 from cuts import LLAMA3, O200K, QWEN2, TEKKEN
-from helpers import BOS, CHAT_TEMPLATE, EOS, data_dir, make_llama_gguf, tiny_tokenizer
+from helpers import BOS, CHAT_TEMPLATE, EOS, make_llama_gguf, tiny_tokenizer
+from stories import trained
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from w4conv.errors import InputError
@@ -225,10 +226,10 @@ def piece_gguf(path: Path, original: dict, *, space_prefix: bool | None = None) 
 
 
 def test_sentence_pieces_of_a_real_model(tmp_path):
-    file = data_dir("hf", "stories260K-f32", "tokenizer.json")
+    file = trained() / "tokenizer.json"
     expected = Tokenizer.from_file(str(file))
     got = rebuilt(piece_gguf(tmp_path / "m.gguf", json.loads(file.read_text())))
-    story = data_dir("hf", "stories260K-f32", "sample_greedy.txt").read_text()
+    story = (trained() / "sample_greedy.txt").read_text()
     for text in (story, *TEXTS[:3], "Once upon a time, there was a little girl named Lily."):
         ids = expected.encode(text, add_special_tokens=False).ids
         assert got.encode(text, add_special_tokens=False).ids == ids
@@ -248,7 +249,7 @@ def test_scores_must_match_the_tokens(tmp_path):
 
 
 def test_space_prefix(tmp_path):
-    original = json.loads(data_dir("hf", "stories260K-f32", "tokenizer.json").read_text())
+    original = json.loads((trained() / "tokenizer.json").read_text())
     with_prefix = rebuilt(piece_gguf(tmp_path / "a.gguf", original))
     without = rebuilt(piece_gguf(tmp_path / "b.gguf", original, space_prefix=False))
     assert with_prefix.encode("the cat").ids == without.encode(" the cat").ids

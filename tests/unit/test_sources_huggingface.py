@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import as_dtype, data_dir, llama_tensors, make_llama_dir, write_safetensors
+from helpers import as_dtype, llama_tensors, make_llama_dir, write_safetensors
 from safetensors.numpy import load_file
+from stories import trained
 
 from w4conv.errors import InputError
 from w4conv.sources import open_source
@@ -89,7 +90,7 @@ def test_unaligned_tensors(tmp_path):
 
 
 def test_agrees_with_the_safetensors_package_on_a_real_model():
-    directory = data_dir("hf", "stories260K-f32")
+    directory = trained()
     expected = load_file(directory / "model.safetensors")
     with open_source(directory) as source:
         assert set(source.tensors) == set(expected)

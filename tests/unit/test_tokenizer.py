@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import data_dir, tiny_tokenizer
+from helpers import hard_texts, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stories import trained
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Reference
 
@@ -169,10 +170,10 @@ def test_stream_gives_back_any_text(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_stream_equals_library_decode_on_a_real_tokenizer() -> None:
-    path: Path = data_dir("hf", "stories260K-f32", "tokenizer.json")
+    path: Path = trained() / "tokenizer.json"
     tokenizer = Tokenizer({"tokenizer.json": path.read_bytes()})
     reference = Reference.from_file(str(path))
-    text = data_dir("hf", "stories260K-f32", "sample_greedy.txt").read_text() + " café 日本"
+    text = (trained() / "sample_greedy.txt").read_text() + " café 日本"
     ids = reference.encode(text).ids
     assert tokenizer.encode(text, add_bos=False) == ids[1:]
     assert "".join(streamed(tokenizer, ids, at_start=True)) == reference.decode(ids) == text
@@ -181,8 +182,7 @@ def test_stream_equals_library_decode_on_a_real_tokenizer() -> None:
 @pytest.mark.parametrize("name", ["llama-spm", "qwen2", "gpt-2", "llama-bpe"])
 def test_stream_gives_back_hard_texts(name: str) -> None:
     """Texts that other projects test their tokenizers with, through a tokenizer of ours."""
-    text = data_dir("tokenizer-vectors", f"ggml-vocab-{name}.gguf.inp").read_text(encoding="utf-8")
-    for case in text.split("\n__ggml_vocab_test__\n"):
+    for case in hard_texts(name):
         assert "".join(streamed(BYTE_LEVEL, BYTE_LEVEL.encode(case, add_bos=False), at_start=False)) == case
 
 

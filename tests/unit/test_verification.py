@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import data_dir, make_llama_dir, tiny_tokenizer
+from helpers import make_llama_dir, tiny_tokenizer
+from stories import trained
 
 import w4conv
 from w4conv import kernels
@@ -212,10 +213,10 @@ def test_another_architecture_or_shape_is_named(tmp_path: Path) -> None:
 
 
 def test_a_real_trained_model_loses_little(tmp_path: Path) -> None:
-    stories = data_dir("hf", "stories260K-bf16")
+    stories = trained("bf16")
     w4conv.quantize(stories, tmp_path / "s.w4", scheme="w8a16")
     text = tmp_path / "story.txt"
-    text.write_text("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 8)
+    text.write_text((trained() / "sample_greedy.txt").read_text() * 4)
     report = verify(tmp_path / "s.w4", against=stories, ppl=True, text=text, ctx=32, max_ppl_increase="5%", min_sqnr=35)
     assert report.ok, report.failures
     assert report.perplexity is not None
