@@ -75,7 +75,8 @@ template <Codes kCodes>
 }
 
 // kTokensNow tokens, all there are, and up to kTilesNow tiles; where there are fewer, the last one is taken again.
-template <Codes kCodes, int kBits, int kTokensNow, int kTilesNow>
+// kPlain: is_plain(w) holds, so that what a block does besides its products is known here.
+template <Codes kCodes, int kBits, int kTokensNow, int kTilesNow, bool kPlain = false>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, float* sums) {
   constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   constexpr int kV = kTilesNow * kVectors;
@@ -85,6 +86,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_blocks8 = (w.n_columns + 7) / 8, blocks8_a_block = (x.block + 7) / 8;
   const IntWeights weights(w);
+  const bool has_offsets = !kPlain && weights.has_offsets;
   int64_t tiles[kTilesNow];  // behind the first one
 #pragma GCC unroll 4
   for (int j = 0; j < kTilesNow; j++) tiles[j] = j < n_tiles ? j : n_tiles - 1;
@@ -105,7 +107,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     for (int i = 0; i < kV; i++) {
       vi zero_points = {};
       if constexpr (kCodes == Codes::kNibbles) {
-        zero_points = weights.zero_point_at(tile + tiles[i / kVectors], group, i % kVectors);
+        zero_points = kPlain ? splat_int(8) : weights.zero_point_at(tile + tiles[i / kVectors], group, i % kVectors);
       }
 #pragma GCC unroll 16
       for (int t = 0; t < kTokensNow; t++) {
@@ -145,8 +147,9 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     vf w_scales[kV], w_offsets[kV];
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
-      w_scales[i] = weights.scale(tile + tiles[i / kVectors], group, i % kVectors);
-      if (weights.has_offsets) w_offsets[i] = weights.offsets.lanes(tile + tiles[i / kVectors], group, i % kVectors);
+      w_scales[i] = kPlain ? weights.scales.f16_at(tile + tiles[i / kVectors], group, i % kVectors)
+                           : weights.scale(tile + tiles[i / kVectors], group, i % kVectors);
+      if (has_offsets) w_offsets[i] = weights.offsets.lanes(tile + tiles[i / kVectors], group, i % kVectors);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < kTokensNow; t++) {
@@ -160,7 +163,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
         }
         float* const sum = sums + (t * kV + i) * kLanes;
         vf next = load(sum) + __builtin_convertvector(isum[t][i], vf) * (w_scales[i] * a_scale);
-        if (weights.has_offsets) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
+        if (has_offsets) next += sum_of_activations(neg8_sums[t]) * (w_offsets[i] * a_scale);
         store(sum, next);
       }
     }
@@ -181,8 +184,12 @@ void int_gemv_up_to(const Matrix& w, const IntActivations& x, float* y, int64_t 
     if (x.n_tokens < kTokensNow) return int_gemv_up_to<kCodes, kBits, kTokensNow - 1>(w, x, y, ldy, tile, tile_end, sums);
   }
   constexpr int kNow = kTokensNow == 1 ? kStreams : kTiles;
+  auto gemv = int_gemv<kCodes, kBits, kTokensNow, kNow>;
+  if constexpr (kTokensNow == 1 && kCodes != Codes::kLookedUp) {  // decoding: the time between blocks shows
+    if (is_plain(w)) gemv = int_gemv<kCodes, kBits, kTokensNow, kNow, true>;
+  }
   for (; tile < tile_end; tile += kNow) {
-    int_gemv<kCodes, kBits, kTokensNow, kNow>(w, x, y, ldy, tile, tile_end - tile < kNow ? tile_end - tile : kNow, sums);
+    gemv(w, x, y, ldy, tile, tile_end - tile < kNow ? tile_end - tile : kNow, sums);
   }
 }
 

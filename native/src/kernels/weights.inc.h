@@ -19,10 +19,13 @@ struct Scales {
   static Scales of_offsets(const Matrix& w) {
     return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
   }
-  // Of a vector of rows of a tile.
+  // Of a vector of rows of a tile; f16_at: where the type is kF16.
+  vf f16_at(int64_t tile, int64_t group, int64_t v) const {
+    return from_f16(static_cast<const uint16_t*>(values) + (tile * n_groups + group) * 16 + v * kLanes);
+  }
   vf lanes(int64_t tile, int64_t group, int64_t v) const {
     const int64_t index = (tile * n_groups + group) * 16 + v * kLanes;
-    if (type == ScaleType::kF16) return from_f16(static_cast<const uint16_t*>(values) + index);
+    if (type == ScaleType::kF16) return f16_at(tile, group, v);
     if (type == ScaleType::kF32) return load(static_cast<const float*>(values) + index);
     const vf super = from_f16(supers + (tile * n_supers + (group >> super_shift)) * 16 + v * kLanes);
     return super * __builtin_convertvector(from_bytes(static_cast<const int8_t*>(values) + index), vf);
@@ -91,6 +94,11 @@ struct IntWeights {
     return zero_point_lanes(zero_points + (tile * scales.n_groups + group) * 16 + v * kLanes);
   }
 };
+
+// Symmetric integers with FP16 scales, to which w4conv rounds by default.
+inline bool is_plain(const Matrix& w) {
+  return (w.kind == Kind::kInt4 || w.kind == Kind::kInt8) && w.scale_type == ScaleType::kF16;
+}
 
 // Column c of a float line.
 template <Kind kKind, int kColumn>
