@@ -13,7 +13,10 @@ from helpers import make_llama_dir
 from w4files import as_bytes, random_parts
 
 import w4conv
+from w4conv.commands.export import export
 from w4conv.container import TensorPlan, Writer, open_container, plan
+from w4conv.errors import UsageError
+from w4conv.exports.report import ExportReport
 from w4conv.scheme import QuantScheme
 
 Values = dict[str, npt.NDArray[np.float32]]
@@ -26,6 +29,14 @@ def converted(directory: Path, *, group_size: int | str = 32, scheme: str = "w4a
     floats = scheme in ("f16", "bf16", "f32", "keep")
     w4conv.quantize(source, out, group_size=None if floats else group_size, scheme=scheme)
     return out
+
+
+def export_f32(path: Path, out: Path, to: str) -> ExportReport:
+    """Exported with floats of 32 bits, where there are floats to choose a type for."""
+    try:
+        return export(path, out, to=to, dtype="f32")
+    except UsageError:  # nothing depends on it
+        return export(path, out, to=to)
 
 
 def recoded(path: Path, choose: Callable[[str, tuple[int, ...]], QuantScheme | None]) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from exports import export_f32
 from helpers import tiny_tokenizer
 from tiny_models import MODELS, SIZES, Case, rope
 
@@ -55,8 +56,8 @@ def logits(path: Path, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float3
 
 @pytest.mark.parametrize("scheme", ["f32", "w4a16"])
 def test_read_back_it_is_the_same_model(case: Case, tmp_path: Path, scheme: str) -> None:
-    w4conv.quantize(case.folder, tmp_path / "a.w4", scheme=scheme, group_size=32)
-    export(tmp_path / "a.w4", tmp_path / "a.gguf", to="gguf", dtype="f32")
+    w4conv.quantize(case.folder, tmp_path / "a.w4", scheme=scheme, group_size=None if scheme == "f32" else 32)
+    export_f32(tmp_path / "a.w4", tmp_path / "a.gguf", "gguf")
     w4conv.quantize(tmp_path / "a.gguf", tmp_path / "b.w4", scheme="keep")
     want = logits(tmp_path / "a.w4", case.tokens)
     # Gemma's norms are stored with 1 added, which rounds them. Rows that are no multiple of 32 long become floats,

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from exports import converted, recoded, same, schemes, values
+from exports import converted, export_f32, recoded, same, schemes, values
 from exports import parts as coded_parts
 from gguf_blocks import random_blocks
 from helpers import make_llama_gguf
 
 import w4conv
-from w4conv.commands.export import export
 from w4conv.errors import InputError
 from w4conv.exports import FORMATS
 from w4conv.scheme import QuantScheme
@@ -58,7 +57,7 @@ def outcome(tmp_path: Path, name: str, to: str) -> str:
     path = source(tmp_path, name)
     out = tmp_path / "out"
     try:
-        report = export(path, out, to=to, dtype="f32")
+        report = export_f32(path, out, to)
     except InputError:  # nothing that the format holds
         return "refused"
     w4conv.quantize(out, tmp_path / "again.w4", scheme="keep")

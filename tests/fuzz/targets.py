@@ -101,6 +101,9 @@ def _read_all(path: Path) -> None:
         parse_config(json.loads(source.blobs["config.json"]))
 
 
+SHARD = "model-00001-of-00001.safetensors"
+
+
 def _safetensors(raw: bytes) -> None:
     directory, _ = _checkpoint()
     (directory / "model.safetensors").write_bytes(raw)
@@ -109,20 +112,22 @@ def _safetensors(raw: bytes) -> None:
 
 def _shard_index(raw: bytes) -> None:
     directory, weights = _checkpoint()
-    (directory / "model.safetensors").write_bytes(weights)
-    index = directory / "model.safetensors.index.json"
-    index.write_bytes(raw)
+    (directory / "model.safetensors").unlink(missing_ok=True)  # it would be read in place of the shards
+    files = {SHARD: weights, "model.safetensors.index.json": raw}
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
     try:
         _read_all(directory)
     finally:
-        index.unlink()
+        for name in files:
+            (directory / name).unlink()
 
 
 def _index_seeds() -> list[bytes]:
     _, weights = _checkpoint()
     names = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
     names.pop("__metadata__", None)
-    return [json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}).encode()]
+    return [json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, SHARD)}).encode()]
 
 
 def _gguf_seeds() -> list[bytes]:

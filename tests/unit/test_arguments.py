@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import WORDS, make_llama_dir
 
 import w4conv
-from tests.helpers import WORDS, make_llama_dir
 from w4conv import kernels, quantize, verify
 from w4conv.commands.bench import bench
 from w4conv.commands.calibrate import calibrate
@@ -202,7 +202,13 @@ class Bytes:
 NO_PATHS: tuple[Any, ...] = ("", b"m.w4", "a\0b", 5, 1.5, True, False, Bytes(), {}, "\0", b"", object())
 
 
-@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
+def named(value: object) -> str:
+    """An id without an address, so that every process has the same."""
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+@pytest.mark.parametrize("value", NO_PATHS, ids=named)
 def test_what_is_no_path_is_refused(value: Any, place: Place) -> None:
     for call in (
         lambda: quantize(value, place.out),
@@ -218,7 +224,7 @@ def test_what_is_no_path_is_refused(value: Any, place: Place) -> None:
     assert not place.out.exists()
 
 
-@pytest.mark.parametrize("value", ["no", "False", "", 0, 1, None, [True], 0.0, "0", object()], ids=str)
+@pytest.mark.parametrize("value", ["no", "False", "", 0, 1, None, [True], 0.0, "0", object()], ids=named)
 def test_what_is_no_flag_overwrites_nothing(value: Any, place: Place) -> None:
     folder = place.path.parent / "folder"
     if not folder.exists():

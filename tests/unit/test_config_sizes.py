@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import make_llama_dir
 
-from tests.helpers import make_llama_dir
 from w4conv import quantize
 from w4conv.errors import InputError
 from w4conv.models import parse_config

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import make_llama_dir
 from typer.testing import CliRunner
 
-from tests.helpers import make_llama_dir
 from w4conv import quantize, verify
 from w4conv.cli._heat_map import heat_map
 from w4conv.cli._output import plain

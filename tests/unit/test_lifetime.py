@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import make_llama_dir
 
-from tests.helpers import make_llama_dir
 from w4conv import quantize
 
 # What every scenario begins with. WANTED: logits of a model that nothing happens to. churn: memory that was let go of

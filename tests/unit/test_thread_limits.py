@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import make_llama_dir
 
-from tests.helpers import make_llama_dir
 from w4conv import quantize
 
 # Of the threads that are asked for while FAIL_AFTER is set, only so many start.
@@ -138,7 +138,7 @@ out = np.empty(shape, np.float32)
 parts = kernels.matrix_parts(scheme, shape, {{"values": lines}})
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 from w4conv import _native
-pool = kernels._pool(threads)
+pool = native_pool(threads)
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), -1))
 for _ in range(3):
     with pytest.raises(MemoryError):
