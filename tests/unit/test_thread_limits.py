@@ -138,6 +138,7 @@ out = np.empty(shape, np.float32)
 parts = kernels.matrix_parts(scheme, shape, {{"values": lines}})
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 from w4conv import _native
+from w4conv.kernels.pool import native_pool
 pool = native_pool(threads)
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), -1))
 for _ in range(3):
