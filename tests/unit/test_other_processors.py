@@ -109,9 +109,8 @@ def digests_with(environment: dict[str, str]) -> dict[str, str]:
     code = (
         "import json, test_other_processors as t; print(json.dumps({name: t.digest_of(name) for name in t.MEASURES}))"
     )
-    path = os.pathsep.join(
-        [*map(str, (Path(__file__).parent, Path(__file__).parents[1])), os.environ.get("PYTHONPATH", "")]
-    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))  # an empty one would be the current folder
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True, text=True, check=True,
