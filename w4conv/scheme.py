@@ -69,6 +69,7 @@ KINDS: Final[Mapping[str, Kind]] = {kind.name: kind for kind in _ALL}
 FLOAT_KINDS: Final = tuple(kind.name for kind in _ALL if kind.is_float)
 
 GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # that values are rounded in; 0: the whole row is one group
+DEFAULT_GROUP_SIZE: Final = 128
 HELD_GROUP_SIZES: Final = (16, *GROUP_SIZES)
 GROUP_WORDS: Final = tuple("row" if size == 0 else str(size) for size in GROUP_SIZES)  # as a user says them
 SCALE_DTYPES: Final = ("f16", "f32", "i8")

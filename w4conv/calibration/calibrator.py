@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import F32Array
 from w4conv.calibration.statistics import HEAD, Statistics
 from w4conv.calibration.text import HELD_OUT, CalibrationSet, is_held_out
 from w4conv.container import Layout
@@ -25,7 +26,6 @@ from w4conv.runtime.layers import final_norm
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
 
-F32Array = npt.NDArray[np.float32]
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as in the container
 
 TIED_SHARE: Final = 4  # the inputs of a tied head are observed on one sequence in so many

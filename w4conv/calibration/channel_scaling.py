@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import codes
+from w4conv.arrays import F32Array
 from w4conv.calibration.statistics import HookStatistics, SecondMoments
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import Inputs, ScaleError, output_error, solve
@@ -25,8 +25,6 @@ from w4conv.quantization.folding import (
 )
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import Source
-
-F32Array = npt.NDArray[np.float32]
 
 METHOD: Final = "awq"
 POWERS: Final = tuple(i / 8 for i in range(7))  # s = rms^power is tried; 0: no scaling

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from w4conv.calibration.statistics import HEAD, F32Array, HookStatistics, Statistics, file_digest, n_channels
+from w4conv.arrays import F32Array
+from w4conv.calibration.statistics import HEAD, HookStatistics, Statistics, file_digest, n_channels
 from w4conv.errors import InputError
 from w4conv.files.mapped import MappedFile
 from w4conv.models.spec import READS, ModelSpec

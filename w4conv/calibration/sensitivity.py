@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, elementary, kernels
+from w4conv.arrays import F32Array, F64Array
 from w4conv.calibration.statistics import Statistics
 from w4conv.errors import InputError
 from w4conv.measure.divergence import kullback_leibler, log_softmax
@@ -28,8 +29,6 @@ from w4conv.runtime.layers import LayeredSource
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import Source
 
-F32Array = npt.NDArray[np.float32]
-F64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"

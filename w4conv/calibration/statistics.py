@@ -23,8 +23,10 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from w4conv import codes, kernels
+from w4conv.arrays import F32Array
 from w4conv.calibration.text import CalibrationSet, is_held_out
 from w4conv.errors import InputError
+from w4conv.files.blobs import parse_json_object
 from w4conv.files.mapped import MappedFile
 from w4conv.files.strict_json import to_json
 from w4conv.files.target import Target
@@ -34,10 +36,7 @@ from w4conv.quantization.folding import HOOKS
 from w4conv.quantization.moments import Moments
 from w4conv.runtime.layers import LayeredSource, final_norm
 from w4conv.sources.base import Source
-from w4conv.sources.reading import parse_json_object
 from w4conv.sources.safetensors import Entry, read_header
-
-F32Array = npt.NDArray[np.float32]
 
 FORMAT: Final = "w4conv statistics 1"
 HEAD: Final = "head"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from w4conv.errors import UsageError
-from w4conv.scheme import KINDS
+from w4conv.scheme import DEFAULT_GROUP_SIZE, FLOAT_KINDS, KINDS
 
 Values = Mapping[str, Any]
 
@@ -84,8 +84,8 @@ def _measures(values: Values) -> bool:
     return _has("ppl", "kld", "layers", "plot")(values)
 
 
-DEFAULTS: Final = {"group_size": 128, "activations": "int16", "kv": "f16"}
-WITHOUT_GROUPS: Final = ("f16", "bf16", "f32", "keep")
+DEFAULTS: Final = {"group_size": DEFAULT_GROUP_SIZE, "activations": "int16", "kv": "f16"}
+WITHOUT_GROUPS: Final = (*FLOAT_KINDS, "keep")
 FLAGS: Final = {"n": "tokens", "prompt_file": "file", "all_": "all", "as_csv": "csv", "markdown": "md"}
 ALWAYS: Final = ()
 

@@ -14,20 +14,22 @@ from w4conv.calibration.given import open_given, resolve
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
-from w4conv.conversion.model import read_model
+from w4conv.conversion.model import advising_generic, known_model, read_model
 from w4conv.conversion.plan import ConversionPlan, calibrated_methods, known_method, make_plan
 from w4conv.conversion.write import write
-from w4conv.errors import InputError, UsageError
+from w4conv.errors import UsageError
 from w4conv.files.apart import keep_apart
+from w4conv.files.blobs import parse_json_object
 from w4conv.files.target import check_target
-from w4conv.models import check_architecture, parse_config
+from w4conv.models import check_architecture
 from w4conv.models.generic import GENERIC, matrix_role
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
-from w4conv.quantization.recipe import DEFAULT_GROUP_SIZE, Rule, make_recipe, read_rules
+from w4conv.quantization.recipe import Rule, make_recipe, read_rules
+from w4conv.scheme import DEFAULT_GROUP_SIZE
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
-from w4conv.sources.reading import parse_json_object, read_small
+from w4conv.sources.reading import read_small
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ def quantize(
                 f"gptq-zero15 says how GPTQ checkpoints are read, and {src} is {source.kind}: leave it out"
             )
         if not generic:
-            _check_config(source)
+            known_model(source)  # else what follows would blame the tensors
             settle_declarations(source, head)
         if scheme is None:
             asked = requantize or any(
@@ -237,24 +239,9 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
 def _check_architecture(src: Path) -> None:
     """Before anything else of a directory is read; what cannot be read is told where it is."""
     path = src / "config.json"
-    if not path.is_file():
-        return
-    try:
-        check_architecture(parse_json_object(read_small(path), str(path), allow_nan=True))
-    except InputError as error:
-        raise InputError(f"{src}: {error}. With --architecture generic it is converted, but cannot be run") from None
-
-
-def _check_config(source: Source) -> None:
-    """That w4conv knows the model."""
-    where = f"{source.path}: config.json"
-    config = parse_json_object(source.blobs["config.json"], where, allow_nan=True)
-    try:
-        parse_config(config)
-    except InputError as error:
-        raise InputError(
-            f"{source.path}: {error}. With --architecture generic it is converted, but cannot be run"
-        ) from None
+    if path.is_file():
+        with advising_generic(src):
+            check_architecture(parse_json_object(read_small(path), str(path), allow_nan=True))
 
 
 def _target(bpw: float | str, *others: object) -> Decimal:

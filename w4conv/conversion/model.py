@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from w4conv.conversion.missing import explain_missing
@@ -23,20 +26,33 @@ HARMLESS: Final = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_em
 
 def read_model(source: Source, *, generic: bool) -> tuple[Inventory, list[str]]:
     """The model, and notes for the user and the record. Raises InputError for what cannot be converted."""
-    config = config_of(source.blobs)
-    model: Inventory
     if generic:
-        model = generic_model(config, ((name, t.shape) for name, t in source.tensors.items()))
+        model: Inventory = generic_model(
+            config_of(source.blobs), ((name, t.shape) for name, t in source.tensors.items())
+        )
         notes = [
             "architecture generic: matrices are linear weights unless their names say embedding or head; "
             "what is written cannot be run"
         ]
         return model, [*notes, *_sidecar_notes(source, None), *_tensor_notes(source, model)]
+    spec = known_model(source)
+    return spec, [*_vocabulary_notes(source, spec), *_sidecar_notes(source, spec), *_tensor_notes(source, spec)]
+
+
+def known_model(source: Source) -> ModelSpec:
+    """The model by its config alone. Raises InputError where w4conv does not know it, with what can be done then."""
+    config = parse_json_object(source.blobs["config.json"], f"{source.path}: config.json", allow_nan=True)
+    with advising_generic(source.path):
+        return parse_config(config)
+
+
+@contextmanager
+def advising_generic(path: Path) -> Iterator[None]:
+    """Says of a model that is not known that it may be converted all the same. path: of the source."""
     try:
-        model = parse_config(config)
+        yield
     except InputError as error:
-        raise _failed(source, f"{error}. With --architecture generic it is converted, but cannot be run") from None
-    return model, [*_vocabulary_notes(source, model), *_sidecar_notes(source, model), *_tensor_notes(source, model)]
+        raise InputError(f"{path}: {error}. With --architecture generic it is converted, but cannot be run") from None
 
 
 def _vocabulary_notes(source: Source, spec: ModelSpec) -> list[str]:
@@ -92,9 +108,9 @@ def _sidecar_notes(source: Source, spec: ModelSpec | None) -> list[str]:
                 compiled.check()
             except InputError as error:
                 notes.append(f"The chat template {name!r} cannot be used: {error}")
-    listed = source.path / "added_tokens.json"
-    if tokenizer is not None and source.path.is_dir() and os.path.lexists(listed):
-        added = parse_json_object(read_small(listed), str(listed))
+    path = source.path / "added_tokens.json"
+    if tokenizer is not None and source.path.is_dir() and os.path.lexists(path):
+        added = parse_json_object(read_small(path), str(path))
         if other := [token for token, i in added.items() if tokenizer.id(token) != i]:
             known = tokenizer.id(other[0])
             notes.append(

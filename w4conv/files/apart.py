@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from w4conv.arguments import path_of
 from w4conv.errors import UsageError
+from w4conv.files.target import STDOUTS
 
 _STDIN: Final = Path("-")
-_STDOUTS: Final = (Path("-"), Path("/dev/stdout"))
 _SCRATCH: Final = (".partial", ".old")  # what an output is called while it is written
 _WEIGHTS: Final = (".safetensors", ".gguf", ".bin", ".onnx.data")
 
@@ -48,13 +48,13 @@ def keep_apart(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[Path
                 files[_id(status)] = f"the {word} itself"
     seen: dict[Id | Path, Path] = {}
     for out in [path_of(out, "out") for out in outputs]:
-        if out in _STDOUTS:
+        if out in STDOUTS:
             status = _status(1)
             if status is not None and (what := files.get(_id(status))):
                 raise UsageError(f"standard output is {what}. Send it elsewhere")
         else:
             _refuse(out, files, folders, read)
-        status = _status(1 if out in _STDOUTS else out)
+        status = _status(1 if out in STDOUTS else out)
         key = Path(os.path.realpath(out)) if status is None else _id(status)
         if key in seen and not _is_device(out):
             raise UsageError(f"{out} and {seen[key]} are one output. Name two")
@@ -69,7 +69,7 @@ def keep_origin(out: PathWords, provenance: Mapping[str, Any], digests: Sequence
     source = provenance.get("source")
     listed = source.get("files") if isinstance(source, Mapping) else None
     out = Path(out)
-    if out in _STDOUTS or not isinstance(listed, list) or len(listed) != len(digests):
+    if out in STDOUTS or not isinstance(listed, list) or len(listed) != len(digests):
         return
     found = [
         (str(file.get("name")), int(file.get("nbytes", -1)), digest)
@@ -155,7 +155,7 @@ def _id(status: os.stat_result) -> Id:
 
 
 def _is_device(path: Path) -> bool:
-    return path not in _STDOUTS and known(Path.exists, path) and _status(path) is None
+    return path not in STDOUTS and known(Path.exists, path) and _status(path) is None
 
 
 def _has_size(path: Path, nbytes: int) -> bool:

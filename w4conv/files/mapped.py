@@ -17,11 +17,13 @@ from w4conv.errors import ClosedError, InputError
 _MAPPINGS: Final[WeakValueDictionary[tuple[int, int, int], mmap.mmap]] = WeakValueDictionary()
 
 
-# How a file begins that was fetched in place of the one that was meant; what to call it.
-_STAND_INS: Final = (
+# How a file begins that was fetched in place of the one that was meant; what to call it, and what to do.
+_POINTERS: Final = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer", "run `git lfs pull` there, or fetch the file"),
     (b"version https://hawser.github.com/spec/", "a Git LFS pointer", "run `git lfs pull` there, or fetch the file"),
     (b"# xet version", "a pointer into a store of large files", "fetch the file that it stands for"),
+)
+_PAGES: Final = (
     (b"<!doctype html", "a web page", "fetch the file again, by its address for downloads"),
     (b"<html", "a web page", "fetch the file again, by its address for downloads"),
     (b"<head", "a web page", "fetch the file again, by its address for downloads"),
@@ -34,7 +36,6 @@ _STAND_INS: Final = (
     (b"404: not found", "a server's error", "fetch the file again"),
     (b"access denied", "a server's error", "fetch the file again, signed in"),
 )
-_N_POINTERS: Final = 3
 HEAD_NBYTES: Final = 256
 
 
@@ -44,7 +45,7 @@ def refuse_stand_in(head: bytes, where: object, *, text: bool = False) -> None:
     head: the first HEAD_NBYTES of the file. text: it may well be a page; only pointers are refused.
     """
     begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:64].lower()
-    for mark, what, advice in _STAND_INS[: _N_POINTERS if text else None]:
+    for mark, what, advice in _POINTERS if text else (*_POINTERS, *_PAGES):
         if begin.startswith(mark):
             raise InputError(f"{where} is {what}, not the file itself; {advice}")
 

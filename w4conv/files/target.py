@@ -24,7 +24,7 @@ from w4conv import arguments
 from w4conv.errors import OutputError
 
 STDOUT = Path("-")
-_STDOUTS = (STDOUT, Path("/dev/stdout"))  # opening the latter anew would truncate a file that the shell appends to
+STDOUTS = (STDOUT, Path("/dev/stdout"))  # opening the latter anew would truncate a file that the shell appends to
 _BYTES_AT_ONCE = 1 << 24  # a write of this size may be interrupted; a larger one only later
 _WRITEBACK_NBYTES = 1 << 26  # handed to the disk together, while what follows is made
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h: begin to write, wait for nothing
@@ -86,7 +86,7 @@ class Target:
 
 def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise OutputError when `path` cannot take `nbytes`: it exists, its directory is missing or read-only, or full."""
-    if path in _STDOUTS:
+    if path in STDOUTS:
         return
     with output_errors(path):
         if path.is_dir():
@@ -129,7 +129,7 @@ def open_target(
     Raises OutputError, also when another process is writing to `path`.
     """
     check_target(path, nbytes, overwrite=overwrite)
-    if path in _STDOUTS:
+    if path in STDOUTS:
         if sys.stdout.isatty():
             raise OutputError("standard output is a terminal. Redirect it to a file or a pipe, or name a file")
         yield Target(sys.stdout.buffer, path)
@@ -277,6 +277,6 @@ def output_errors(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        shown = "standard output" if path in _STDOUTS else path
+        shown = "standard output" if path in STDOUTS else path
         reason = error.strerror or str(error)
         raise OutputError(f"cannot write {shown}: {reason}. Check the path, its permissions and the space") from error

@@ -50,4 +50,4 @@ __all__ = [
     "search_scales",
     "solve_rows",
     "starting_threads",
-]  # fmt: skip
+]

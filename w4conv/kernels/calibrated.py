@@ -6,12 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
+from w4conv.arrays import F32Array
 from w4conv.kernels.convert import pack_float
 from w4conv.kernels.multiply import matmul
 from w4conv.kernels.pool import native_pool
 from w4conv.scheme import F32, TILE_ROWS
-
-F32Array = npt.NDArray[np.float32]
 
 
 def gemm_nt(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: int | None = None) -> F32Array:

@@ -9,14 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
-from w4conv.arrays import VALUE_DTYPES
+from w4conv.arrays import VALUE_DTYPES, Array, F32Array
 from w4conv.errors import UsageError
 from w4conv.kernels.multiply import matrix_parts
 from w4conv.kernels.pool import as_bytes, native_pool
 from w4conv.scheme import KINDS, TILE_ROWS, QuantScheme
-
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
 
 
 class BadValueError(ValueError):

@@ -8,18 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
+from w4conv.arrays import Array, F32Array
 from w4conv.kernels.pool import as_bytes, native_pool
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
-Array = npt.NDArray[np.generic]
-F32Array = npt.NDArray[np.float32]
 PASS_TOKENS: int = _native.MAX_TOKENS  # tokens that pass through the engine together, at most
 
 
 def matrix_parts(scheme: QuantScheme, shape: tuple[int, int], parts: Mapping[str, Array]) -> _native.MatrixParts:
     """A coded matrix of shape (n_rows, n_columns) as the native code takes it.
 
-    parts: by the names of w4-codes 4. Their memory has to stay for as long as the result is used.
+    parts: by the names of w4-codes 4. The result keeps their memory alive, and so does a native model that has it.
     """
     empty = np.empty(0, np.uint8)
 

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native
+from w4conv.arrays import Array
 from w4conv.cpus import thread_count
 from w4conv.errors import ResourceError
 from w4conv.kernels.tiers import isa_tier
-
-Array = npt.NDArray[np.generic]
 
 
 def native_pool(threads: int | None) -> _native.Pool:

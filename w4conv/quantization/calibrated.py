@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
+from w4conv.arrays import F32Array
 from w4conv.quantization.reference_gptq import codes_of, level_of, levels_of
 from w4conv.scheme import TILE_ROWS, QuantScheme
 
-F32Array = npt.NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 # What each method tries; the one with the least error on the held-out tokens stays, the earlier of equals.

@@ -28,7 +28,6 @@ from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.sources.base import CodedRows, Source, SourceTensor
 
 Exponents = npt.NDArray[np.int8]
-F32Array = npt.NDArray[np.float32]
 
 HOOKS: Final = ("qkv", "o", "gate_up", "down")
 MAX_EXPONENT: Final = 12

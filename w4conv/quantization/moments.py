@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import kernels
-
-F32Array = npt.NDArray[np.float32]
+from w4conv.arrays import F32Array
 
 _COLUMNS = 512  # copied across the diagonal at a time
 

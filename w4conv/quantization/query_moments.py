@@ -8,12 +8,10 @@ two values of q, times products of cosines and sines. So the second moments of u
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from w4conv import elementary
+from w4conv.arrays import F32Array
 from w4conv.models.spec import ModelSpec
-
-F32Array = npt.NDArray[np.float32]
 
 _DECIMALS = 9  # of mean products of cosines and sines: rounds off the differences between machines
 

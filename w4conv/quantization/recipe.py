@@ -26,9 +26,17 @@ from w4conv.errors import InputError, UsageError
 from w4conv.files.mapped import HEAD_NBYTES, refuse_stand_in
 from w4conv.models.generic import Inventory
 from w4conv.models.spec import Role
-from w4conv.scheme import FLOAT_KINDS, GROUP_SIZES, GROUP_WORDS, KINDS, SCHEME_WORDS, TENSOR_WORDS, QuantScheme
+from w4conv.scheme import (
+    DEFAULT_GROUP_SIZE,
+    FLOAT_KINDS,
+    GROUP_SIZES,
+    GROUP_WORDS,
+    KINDS,
+    SCHEME_WORDS,
+    TENSOR_WORDS,
+    QuantScheme,
+)
 
-DEFAULT_GROUP_SIZE: Final = 128
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
 BUILT_IN: Final = Path(__file__).parent / "recipes"
 

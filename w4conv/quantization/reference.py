@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F32Array
 from w4conv.codes import CODEBOOKS, pad_code
 from w4conv.scheme import QuantScheme
 
-F32Array = npt.NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 # The codes of each codebook by rising level. A value in the middle of two levels takes the lower one.

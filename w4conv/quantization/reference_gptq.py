@@ -14,9 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from w4conv.arrays import F32Array
 from w4conv.codes import Grid
-
-F32Array = npt.NDArray[np.float32]
 
 
 def fma(a: F32Array | np.float32, b: F32Array | np.float32, c: F32Array | np.float32) -> F32Array:

@@ -12,6 +12,7 @@ import codecs
 import copy
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -70,14 +71,15 @@ def _through(steps: Sequence[_Step], events: list[Fragment]) -> list[Fragment]:
     return events
 
 
-class _Step:
+class _Step(ABC):
     """One step of a decoder."""
 
     def copy(self) -> Self:
         return copy.copy(self)
 
+    @abstractmethod
     def push(self, text: str, ends: bool) -> Iterator[Fragment]:
-        raise NotImplementedError
+        """What is certain once this fragment is known."""
 
     def finish(self) -> Iterator[Fragment]:
         yield from ()
@@ -114,8 +116,9 @@ class _WholeTokens(_Step):
             token, self._token = self._token, ""
             yield from self._decode(token)
 
+    @abstractmethod
     def _decode(self, token: str) -> Iterator[Fragment]:
-        raise NotImplementedError
+        """Of a whole token."""
 
 
 class _ByteLevel(_WholeTokens):

@@ -10,10 +10,11 @@ from typing import Final
 
 import numpy as np
 
+from w4conv.files.blobs import parse_json_object
 from w4conv.sources.base import TOOL_TEMPLATE
 from w4conv.sources.gguf_cuts import CUTS
 from w4conv.sources.gguf_header import GgufHeader
-from w4conv.sources.reading import MAX_TOKENIZER_BYTES, parse_json_object
+from w4conv.sources.reading import MAX_TOKENIZER_BYTES
 from w4conv.sources.vocabulary import (
     CONTROL,
     UNKNOWN,

@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import InputError, listed
-from w4conv.files.blobs import parse_text
+from w4conv.files.blobs import parse_json_object, parse_text
 from w4conv.files.mapped import MappedFile
 from w4conv.sources.base import TOOL_TEMPLATE, CodedRows, Source, SourceTensor
 from w4conv.sources.reading import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
-    parse_json_object,
     read_small,
     row_range,
     values,

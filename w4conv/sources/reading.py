@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import InputError
-from w4conv.files.blobs import parse_json_object as parse_json_object
 from w4conv.files.mapped import MappedFile
 
 MAX_JSON_BYTES: Final = 32 << 20

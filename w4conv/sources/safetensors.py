@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from w4conv.errors import InputError
+from w4conv.files.blobs import parse_json_object
 from w4conv.files.mapped import MappedFile
-from w4conv.sources.reading import parse_json_object
 
 MAX_HEADER_BYTES: Final = 100_000_000  # as the reference implementation
 MAX_RANK: Final = 16

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from w4conv.errors import InputError
-from w4conv.sources.reading import parse_json_object
+from w4conv.files.blobs import parse_json_object
 from w4conv.sources.vocabulary import (
     CONTROL,
     NORMAL,

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from w4conv import codes
 from w4conv.arrays import F32Array
+from w4conv.files.blobs import parse_json_object
 from w4conv.sources.packed.base import PackedTensor, RawTensors, packed_tensor
-from w4conv.sources.reading import parse_json_object
 
 STATE: Final = ".quant_state.bitsandbytes__"
 KINDS: Final = ("nf4", "fp4")
