@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -35,13 +36,28 @@ def greedy(logits: F32Array) -> int:
     return int(np.argmax(logits))
 
 
+@dataclass(kw_only=True)
+class DecodeFigures:
+    """How a run went.
+
+    prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
+    decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
+    n_drafted, n_accepted: tokens drafted, and those of them that the sampler chose too. n_dropped: see Session.
+    """
+
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    n_decoded: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_dropped: int = 0
+
+
 class DecodeLoop:
     """Iterating over it yields the token ids that follow the prompt; a stop id ends it and is not yielded.
 
     finish: "stop" (a stop id, end_id), "length" (max_tokens) or "context" (n_positions are full).
-    prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
-    decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
-    n_drafted, n_accepted: tokens drafted, and those of them that the sampler chose too. n_dropped: see Session.
     """
 
     def __init__(
@@ -62,19 +78,18 @@ class DecodeLoop:
         self._sampler, self._stops, self._drafts, self._on_drop = sampler, stop_ids, drafts, on_drop
         self.finish = "length"
         self.end_id: int | None = None
-        self.prefill_seconds = self.first_token_seconds = self.decode_seconds = 0.0
-        self.n_decoded = self.n_drafted = self.n_accepted = self.n_dropped = 0
+        self.figures = DecodeFigures()
 
     def __iter__(self) -> Iterator[int]:
-        session, drafts = self._session, self._drafts
+        session, drafts, figures = self._session, self._drafts, self.figures
         ahead: list[tuple[int, F32Array]] = []  # tokens drafted and already run, with the logits after each
         begin = time.perf_counter()
         logits = session.append(self._prompt)[0]
-        self.prefill_seconds = time.perf_counter() - begin
+        figures.prefill_seconds = time.perf_counter() - begin
         for n_left in range(self._max_tokens - 1, -1, -1):
             self._count_dropped(session.n_dropped - len(ahead))
             token = int(self._sampler(logits))
-            self.first_token_seconds = self.first_token_seconds or time.perf_counter() - begin
+            figures.first_token_seconds = figures.first_token_seconds or time.perf_counter() - begin
             if token in self._stops:
                 self.finish, self.end_id = "stop", token
                 return
@@ -85,8 +100,8 @@ class DecodeLoop:
                 drafts.extend([token])
             if ahead and ahead[0][0] == token:
                 logits = ahead.pop(0)[1]
-                self.n_accepted += 1
-                self.n_decoded += 1
+                figures.n_accepted += 1
+                figures.n_decoded += 1
                 continue
             if ahead:
                 session.truncate(session.n_tokens - len(ahead))
@@ -97,12 +112,12 @@ class DecodeLoop:
             draft = [] if drafts is None else drafts.draft(room - 1)
             start = time.perf_counter()
             rows = session.append([token, *draft], all_logits=True)
-            self.decode_seconds += time.perf_counter() - start
-            self.n_decoded += 1
-            self.n_drafted += len(draft)
+            figures.decode_seconds += time.perf_counter() - start
+            figures.n_decoded += 1
+            figures.n_drafted += len(draft)
             logits, ahead = rows[0], list(zip(draft, rows[1:], strict=True))
 
     def _count_dropped(self, n: int) -> None:
-        before, self.n_dropped = self.n_dropped, max(0, n)
-        if self.n_dropped and not before and self._on_drop is not None:
+        before, self.figures.n_dropped = self.figures.n_dropped, max(0, n)
+        if self.figures.n_dropped and not before and self._on_drop is not None:
             self._on_drop()

@@ -8,37 +8,29 @@ from pathlib import Path
 
 from w4conv.arguments import count
 from w4conv.errors import UsageError
-from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler
+from w4conv.runtime.decode_loop import DecodeFigures, DecodeLoop, TokenSampler
 from w4conv.runtime.engine import Model
 from w4conv.runtime.lookup import PromptLookup
 from w4conv.runtime.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What was generated, and how fast.
+@dataclass(kw_only=True)
+class Generation(DecodeFigures):
+    """What was generated, and how it went.
 
     finish: "stop" (an end token), "length" (max_tokens), "context" (the context is full) or "interrupted".
-    prefill_seconds: the prompt through the model; first_token_seconds: prefill, and the choice of the first token.
-    decode_seconds: the n_decoded tokens that then went through the model, one at a time but for drafts.
-    n_drafted, n_accepted: tokens drafted by prompt lookup, and those that the model accepted.
-    n_dropped: tokens dropped from the KV cache by `kv_memory`.
-    ids: the n_generated tokens; end_id: the end token behind them, None where none ended the text.
+    ids: the tokens of the text; end_id: the end token behind them, None where none ended it.
     """
 
     text: str
     finish: str
     n_prompt: int
-    n_generated: int
-    n_decoded: int
-    prefill_seconds: float
-    first_token_seconds: float
-    decode_seconds: float
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_dropped: int = 0
-    ids: tuple[int, ...] = ()
-    end_id: int | None = None
+    ids: tuple[int, ...]
+    end_id: int | None
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.ids)
 
     @property
     def prefill_per_second(self) -> float | None:
@@ -104,16 +96,9 @@ def generate_text(
         text="".join(pieces),
         finish="interrupted" if interrupted else loop.finish,
         n_prompt=len(prompt_ids),
-        n_generated=len(ids),
-        n_decoded=loop.n_decoded,
-        prefill_seconds=loop.prefill_seconds,
-        first_token_seconds=loop.first_token_seconds,
-        decode_seconds=loop.decode_seconds,
-        n_drafted=loop.n_drafted,
-        n_accepted=loop.n_accepted,
-        n_dropped=loop.n_dropped,
         ids=tuple(ids),
         end_id=loop.end_id,
+        **vars(loop.figures),
     )
 
 
