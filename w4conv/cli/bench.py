@@ -70,7 +70,7 @@ def bench(
     """
     from w4conv.commands.bench import bench as measure
     from w4conv.commands.bench import opened
-    from w4conv.files.apart import keep_apart, keep_origin
+    from w4conv.files.overlap import refuse_origin, refuse_overlap
     from w4conv.files.target import check_target, open_target
 
     if json + as_csv + markdown + (html in ("-", "/dev/stdout")) > 1:
@@ -78,14 +78,14 @@ def bench(
     if shape is not None and text is not None:
         raise UsageError("the weights of a --shape are random, so that no perplexity is of use; leave --text out")
     if html is not None:
-        keep_apart([html], input=inputs, text=text)
+        refuse_overlap([html], input=inputs, text=text)
         check_target(Path(html), 0, overwrite=overwrite)
     with (
         progress_bar() as progress,
         opened(inputs or [], shape, schemes=schemes.split(","), threads=threads, progress=progress) as containers,
     ):
         for _, container in containers:
-            keep_origin(html or "-", container.provenance, container.source_digests)
+            refuse_origin(html or "-", container.provenance, container.source_digests)
         report = measure(
             containers, n_prompt=prompt, n_tokens=n, rounds=rounds, context=context, text=text, ctx=ctx, chunks=chunks,
             activations=activations, kv=kv, threads=threads, progress=progress,

@@ -108,12 +108,12 @@ def verify(
     that value rounded to the F16 or BF16 in which it is stored.
     """
     from w4conv.commands.verify import verify as check
-    from w4conv.files.apart import keep_apart, known
+    from w4conv.files.overlap import known, refuse_overlap
     from w4conv.measure.texts import WIKITEXT2_VARIABLE
 
     refuse_terminal(file)
     if plot is not None:
-        keep_apart([plot], container=file, source=against, text=text or os.environ.get(WIKITEXT2_VARIABLE))
+        refuse_overlap([plot], container=file, source=against, text=text or os.environ.get(WIKITEXT2_VARIABLE))
     if plot is not None and (known(Path.is_file, plot) or known(Path.is_dir, plot)):
         raise OutputError(f"{plot} exists already. Name another file, or remove it")
     with progress_bar() as progress:

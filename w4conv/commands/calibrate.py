@@ -11,7 +11,7 @@ from w4conv.calibration.text import CTX, TOKENS, read_calibration
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.cpus import thread_count
-from w4conv.files.apart import keep_apart
+from w4conv.files.overlap import refuse_overlap
 from w4conv.files.target import check_target, open_target
 from w4conv.models import spec_of
 from w4conv.progress import Progress, Silent
@@ -58,7 +58,7 @@ def calibrate(
     refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
     thread_count(threads)
     tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
-    keep_apart([out], source=src, text=text)
+    refuse_overlap([out], source=src, text=text)
     with open_source(src) as source:
         settle_declarations(source)
         spec = spec_of(source.blobs)

@@ -17,7 +17,7 @@ from w4conv.arguments import path_of
 from w4conv.commands.options import refuse_idle
 from w4conv.container import Container, TensorInfo, open_container, open_stream
 from w4conv.errors import UsageError
-from w4conv.files.apart import keep_apart, keep_origin
+from w4conv.files.overlap import refuse_origin, refuse_overlap
 from w4conv.files.target import STDOUT, open_target
 from w4conv.scheme import TILE_ROWS
 
@@ -48,12 +48,12 @@ def cat(
     """
     out = path_of(out, "out")
     refuse_idle("cat", {"out": out, "overwrite": overwrite})
-    keep_apart([out], container=path)
+    refuse_overlap([out], container=path)
     with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
         if tensor not in container.tensors:
             some = ", ".join(list(container.tensors)[:3])
             raise UsageError(f"{path} has no tensor {tensor!r}. It has {len(container.tensors)}, such as {some}")
-        keep_origin(out, container.provenance, container.source_digests)
+        refuse_origin(out, container.provenance, container.source_digests)
         container.check_tensor(tensor)
         info = container.tensors[tensor]
         head = io.BytesIO()

@@ -14,7 +14,7 @@ from w4conv.exports import DEFAULT_SHARD_SIZE, DTYPES, FORMATS, STACKED, plan_of
 from w4conv.exports.model import ExportModel
 from w4conv.exports.plan import Options, Plan
 from w4conv.exports.report import ExportReport, make_report
-from w4conv.files.apart import keep_apart, keep_origin
+from w4conv.files.overlap import refuse_origin, refuse_overlap
 from w4conv.progress import Progress, Silent
 from w4conv.sizes import nbytes_of
 
@@ -53,9 +53,9 @@ def export(
     refuse_idle("export", values)
     shard_size = DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size
     options = Options(to, dtype, nbytes_of(shard_size, "max-shard-size"))
-    keep_apart([out], container=path)
+    refuse_overlap([out], container=path)
     with open_container(path) as container:
-        keep_origin(out, container.provenance, container.source_digests)
+        refuse_origin(out, container.provenance, container.source_digests)
         model = ExportModel(container)
         if model.stacks and to not in STACKED:
             raise InputError(

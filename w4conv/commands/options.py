@@ -54,7 +54,7 @@ def _is_file(name: str) -> Callable[[Values], bool]:
     """Whether an output is a file or a directory: not absent, not standard output, a pipe or a device."""
 
     def check(values: Values) -> bool:
-        from w4conv.files.apart import known  # with what every command would load else
+        from w4conv.files.overlap import known  # with what every command would load else
 
         out = values.get(name)
         if out is None or str(out) in ("-", "/dev/stdout"):

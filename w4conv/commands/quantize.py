@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w4conv import cpus
 from w4conv.arguments import count, optional_count, path_of
-from w4conv.calibration.given import open_given, resolve
+from w4conv.calibration.resolve import open_calibration, resolve_calibration
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
@@ -18,8 +18,8 @@ from w4conv.conversion.model import advising_generic, known_model, read_model
 from w4conv.conversion.plan import ConversionPlan, calibrated_methods, known_method, make_plan
 from w4conv.conversion.write import write
 from w4conv.errors import UsageError
-from w4conv.files.apart import keep_apart
 from w4conv.files.blobs import parse_json_object
+from w4conv.files.overlap import refuse_overlap
 from w4conv.files.target import check_target
 from w4conv.models import check_architecture
 from w4conv.models.generic import GENERIC, matrix_role
@@ -170,11 +170,11 @@ def quantize(
     cpus.thread_count(threads)
     calibration_tokens = optional_count(calibration_tokens, "calibration-tokens", low=1)
     calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
-    keep_apart([out], source=src, calibration=calibration, recipe=recipe if rules else None)
+    refuse_overlap([out], source=src, calibration=calibration, recipe=recipe if rules else None)
     generic = architecture == GENERIC
     given = None
     if calibration is not None:
-        given = open_given(Path(calibration), tokens=calibration_tokens, ctx=calibration_ctx)
+        given = open_calibration(Path(calibration), tokens=calibration_tokens, ctx=calibration_ctx)
     if not generic:
         _check_architecture(src)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
@@ -198,7 +198,7 @@ def quantize(
         calibrated_methods(model, made, chosen, with_text=given is not None)  # before a long text is read
         seen = None
         if given is not None and isinstance(model, ModelSpec):  # a generic one was refused above
-            seen = resolve(given, source, model)
+            seen = resolve_calibration(given, source, model)
         plan = make_plan(
             source, model, made, method=chosen, calibration=seen, target=target, head=head, notes=notes,
             threads=threads, progress=progress,

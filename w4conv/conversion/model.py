@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from w4conv.conversion.missing import explain_missing
+from w4conv.conversion.missing_tensors import explain_missing
 from w4conv.errors import InputError, listed
 from w4conv.files.blobs import config_of, parse_json_object
 from w4conv.models import parse_config

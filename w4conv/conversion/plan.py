@@ -11,7 +11,7 @@ from typing import Any, Final
 from w4conv import __version__, codes
 from w4conv.calibration.channel_scaling import METHOD as AWQ
 from w4conv.calibration.channel_scaling import ChannelScaling
-from w4conv.calibration.given import Calibration
+from w4conv.calibration.resolve import Calibration
 from w4conv.calibration.sensitivity import Sensitivity
 from w4conv.calibration.statistics import HEAD as HEAD_HOOK
 from w4conv.calibration.statistics import Statistics, observe

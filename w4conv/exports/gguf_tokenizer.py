@@ -17,7 +17,7 @@ from w4conv.exports.gguf_values import Value, boolean, f32s, i32s, text, texts, 
 from w4conv.exports.model import ExportModel
 from w4conv.files.blobs import json_object
 from w4conv.runtime.chat import templates_of
-from w4conv.runtime.decoding import flat_steps
+from w4conv.runtime.detokenize import flat_steps
 from w4conv.runtime.tokenizer import END_OF_TURN, Tokenizer
 from w4conv.sources.gguf_cuts import CUTS, flat, name_of
 from w4conv.sources.vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED

@@ -5,7 +5,7 @@ The rules about BOS, in one place. `adds_bos` is whether a text starts with the 
 `encode` puts one BOS at the start or none, never two; it adds no other special token. Special tokens spelled out in the
 text are recognised as such, as the tokenizers package does it.
 
-Ids become text by the decoder of tokenizer.json, step by step (w4conv.runtime.decoding): what comes in pieces is,
+Ids become text by the decoder of tokenizer.json, step by step (w4conv.runtime.detokenize): what comes in pieces is,
 joined, what the tokenizers package makes of all ids.
 """
 
@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 
 from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import json_object, place
-from w4conv.runtime.decoding import StreamDecoder
+from w4conv.runtime.detokenize import StreamDecoder
 from w4conv.runtime.package_tokenizer import PackageTokenizer, package_errors
 from w4conv.runtime.tokenizer_file import token_ids
 

@@ -25,7 +25,7 @@ class TextFile:
     ctx: int = CTX
 
 
-def open_given(path: Path, *, tokens: int | None = None, ctx: int | None = None) -> TextFile | Statistics:
+def open_calibration(path: Path, *, tokens: int | None = None, ctx: int | None = None) -> TextFile | Statistics:
     """A text, or a file of statistics, or an importance matrix of llama.cpp.
 
     Raises UsageError where statistics are given and a text is to be cut; InputError for statistics that are damaged.
@@ -41,7 +41,7 @@ def open_given(path: Path, *, tokens: int | None = None, ctx: int | None = None)
     return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
 
 
-def resolve(given: TextFile | Statistics, source: Source, spec: ModelSpec) -> Calibration:
+def resolve_calibration(given: TextFile | Statistics, source: Source, spec: ModelSpec) -> Calibration:
     """A text is read and cut into tokens by the source's tokenizer. Raises UsageError, InputError."""
     if isinstance(given, Statistics):
         return given

@@ -25,7 +25,7 @@ Id = tuple[int, int]  # device and inode
 PathWords = str | os.PathLike[str]
 
 
-def keep_apart(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[PathWords] | None) -> None:
+def refuse_overlap(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[PathWords] | None) -> None:
     """Raise UsageError when an output is an input, lies in it or holds it, or when two outputs are one.
 
     outputs: files or directories to be written; "-" is standard output. inputs: files or directories that are read, by
@@ -61,7 +61,7 @@ def keep_apart(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[Path
         seen[key] = out
 
 
-def keep_origin(out: PathWords, provenance: Mapping[str, Any], digests: Sequence[str]) -> None:
+def refuse_origin(out: PathWords, provenance: Mapping[str, Any], digests: Sequence[str]) -> None:
     """Raise UsageError when `out` is what a container was made from, lies in that directory or holds its weights.
 
     provenance, digests: of the container, whose record names each file with its size, and its BLAKE3 in hexadecimal.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models
 from tokenizers import Tokenizer as Reference
 
-from w4conv.runtime.decoding import StreamDecoder
+from w4conv.runtime.detokenize import StreamDecoder
 from w4conv.runtime.tokenizer import Tokenizer
 
 WORDS = [
