@@ -108,13 +108,11 @@ def _compare(tensor: PackedTensor, module: str, settings: Mapping[str, Any], raw
     if (order is True or order in ("group", "dynamic")) and f"{module}.weight_g_idx" not in raw:
         advice = "columns would be taken in a wrong order. Correct config.json: actorder weight, if they are in order"
         raise fail("weight_g_idx is missing", f"actorder {str(order).lower()}", advice)
-    packed = f"{module}.weight_packed"
+    packed, n_columns = f"{module}.weight_packed", tensor.shape[1]
     if packed in raw and type(bits := own.get("num_bits")) is int:
-        n_columns = int(raw.read(f"{module}.weight_shape")[1])
-        if raw.entry(packed).shape[1] != -(-n_columns * bits // 32):
-            n_words = raw.entry(packed).shape[1]
+        n_words = raw.entry(packed).shape[1]
+        if n_words != -(-n_columns * bits // 32):
             raise fail(f"weight_packed has {n_words} words for {n_columns} columns", f"num_bits {bits}", CORRECT)
-    n_columns = int(raw.read(f"{module}.weight_shape")[1]) if packed in raw else raw.entry(f"{module}.weight").shape[1]
     size, strategy = own.get("group_size"), own.get("strategy")
     n_groups = scale[1] if len(scale) == 2 else 1
     if strategy in ("channel", "tensor") and n_groups != 1:
