@@ -136,15 +136,15 @@ def test_strip(start: int, stop: int, fused: bool) -> None:
 
 def test_a_step_that_is_not_known_is_the_package_s() -> None:
     """A later release may have one; until then, text comes at the end."""
-    from w4conv.runtime import decoding
+    from w4conv.runtime import detokenize
 
-    known = dict(decoding._KINDS)
+    known = dict(detokenize._KINDS)
     try:
-        del decoding._KINDS["Metaspace"]  # type: ignore[attr-defined]  # as if it were not known
+        del detokenize._KINDS["Metaspace"]  # type: ignore[attr-defined]  # as if it were not known
         for chain in CHAINS.values():
             check(chain if chain is None else decoders.Sequence(chain), 20, random.Random(7))
     finally:
-        decoding._KINDS.update(known)  # type: ignore[attr-defined]
+        detokenize._KINDS.update(known)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
