@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.arrays import VALUE_DTYPES, Array, F32Array
-from w4conv.scheme import KINDS, SUPER_COLUMNS, TILE_ROWS, QuantScheme
+from w4conv.scheme import KINDS, SHIFTS, TILE_ROWS, QuantScheme
 
 INT4_PAD: Final = 8  # the code of zero
 MAX_ZERO_POINT: Final = 15
 SCALE_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    "f16": np.dtype("<f2"), "f32": np.dtype("<f4"), "i8": np.dtype("i1"),
+    "f16": np.dtype("<f2"), "f32": np.dtype("<f4"), "i8": np.dtype("i1"), "s6": np.dtype("u1"),
 }  # fmt: skip
 
 CODEBOOKS: Final = {kind.name: np.array(kind.levels, np.float32) for kind in KINDS.values() if kind.levels}
@@ -38,17 +38,19 @@ class Grid:
     """The levels that weights over their scale are rounded to.
 
     Integers: q_min .. q_min + span. q_min is -(span + 1) / 2, or where is_asymmetric minus the zero point of the group.
-    A codebook: levels, ascending, and the code of each. Both are empty for integers.
+    A codebook: levels, ascending, and the code of each. Both are empty for integers. shifts: what may be added to the
+    levels of a group; scales are then whole numbers of steps, up to TOP_SCALE, and each row has its step.
     """
 
     span: int
     is_asymmetric: bool = False
     levels: F32Array = field(default_factory=lambda: np.empty(0, np.float32))
     codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    shifts: tuple[int, ...] = ()
 
     @property
     def q_min(self) -> int:
-        return -(self.span + 1) // 2
+        return 0 if self.is_codebook else -(self.span + 1) // 2
 
     @property
     def is_codebook(self) -> bool:
@@ -59,7 +61,8 @@ def grid(scheme: QuantScheme) -> Grid:
     """Of an integer or codebook scheme."""
     if scheme.kind in CODEBOOKS:
         order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
-        return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8))
+        shifts = SHIFTS if scheme.has_shifts else ()
+        return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8), shifts=shifts)
     return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.has_zero_points)
 
 
@@ -99,7 +102,7 @@ def row_parts(scheme: QuantScheme) -> dict[str, RowPart]:
     def numbers(kind: str) -> None:
         found[kind] = RowPart(SCALE_DTYPES[scheme.scale_dtype], scheme.group_size)
         if scheme.is_two_level:
-            found[f"super_{kind}"] = RowPart(SCALE_DTYPES["f16"], SUPER_COLUMNS)
+            found[f"super_{kind}"] = RowPart(SCALE_DTYPES["f16"], scheme.super_columns)
 
     numbers("scales")
     if scheme.has_zero_points:
@@ -192,6 +195,18 @@ def unpack_rows(tiles: Array, n_rows: int) -> Array:
     return rows[:, :n_rows]
 
 
+def pack_shifted(scales: Array, shifts: Array) -> npt.NDArray[np.uint8]:
+    """Bytes of "s6": scales -31..31, and the index in SHIFTS of shifts, as floats or integers of one shape."""
+    index = (shifts.astype(np.int32) - SHIFTS[0]) // (SHIFTS[1] - SHIFTS[0])
+    return (scales.astype(np.int32) & 0x3F | index << 6).astype(np.uint8)
+
+
+def unpack_shifted(packed: npt.NDArray[np.uint8]) -> tuple[F32Array, F32Array]:
+    """Inverse of `pack_shifted`: (scales, shifts)."""
+    scales = (packed << 2).view(np.int8) >> 2
+    return scales.astype(np.float32), np.array(SHIFTS, np.float32)[packed >> 6]
+
+
 def pack_matrix(
     scheme: QuantScheme,
     codes: Array,
@@ -252,18 +267,28 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
     codes = unpack(scheme, _tiles(scheme, shape, np.ascontiguousarray(parts["codes"])), n_rows, n_columns)
     row_parts_ = row_parts(scheme)
 
-    def per_column(kind: str) -> F32Array:
+    def of_rows(kind: str) -> Array:
         part = row_parts_[kind]
         tiled = (n_matrices, n_tiles(n_rows), part.n_runs(n_columns), TILE_ROWS)
-        rows = unpack_rows(np.ascontiguousarray(parts[kind]).view(part.dtype).reshape(tiled), n_rows)
-        return np.repeat(rows.astype(np.float32), part.columns or n_columns, axis=2)[..., :n_columns]
+        return unpack_rows(np.ascontiguousarray(parts[kind]).view(part.dtype).reshape(tiled), n_rows)
+
+    def widened(rows: Array, kind: str) -> F32Array:
+        wide = np.repeat(rows.astype(np.float32), row_parts_[kind].columns or n_columns, axis=2)
+        return wide[..., :n_columns]
+
+    def per_column(kind: str) -> F32Array:
+        return widened(of_rows(kind), kind)
 
     def numbers(kind: str) -> F32Array:
+        if scheme.has_shifts:
+            return per_column("super_scales") * widened(unpack_shifted(of_rows("scales"))[0], "scales")
         return per_column(kind) * per_column(f"super_{kind}") if scheme.is_two_level else per_column(kind)
 
     levels: F32Array
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
+        if scheme.has_shifts:
+            levels = levels + widened(unpack_shifted(of_rows("scales"))[1], "scales")
     elif scheme.has_zero_points:
         levels = codes.astype(np.float32) - per_column("zero_points")
     else:

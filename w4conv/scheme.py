@@ -23,6 +23,8 @@ FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
 _E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
 E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
 IQ4NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+SHIFTS: Final = (-12, -4, 4, 12)  # of nl4: one of them is added to the levels of a group
+TOP_SCALE: Final = 31  # of a scale in 6 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Kind:
     bits: of one code or value, without scales. levels: of a codebook, code 0 first; else a code is its own level, less
     centre. pad: the code of padding. is_float: values are kept as they are, without groups and scales.
     has_zero_points, has_offsets: a number for each group that is taken from its codes, or added to its values.
+    has_shifts: one of SHIFTS is added to the levels of a group; it lies in the byte of the scale.
     takes_integers: products take the activations as integers. is_rounded_to: values may be rounded to it; else it holds
     what other formats have. is_calibrated: methods other than rtn know it. minor: the first minor version of the
     container that has it.
@@ -44,6 +47,7 @@ class Kind:
     pad: int = 0
     is_float: bool = False
     has_zero_points: bool = False
+    has_shifts: bool = False
     has_offsets: bool = False
     takes_integers: bool = False
     is_rounded_to: bool = True
@@ -59,6 +63,7 @@ _ALL: Final = (
     Kind("fp4", 4, levels=FP4, is_calibrated=True),
     Kind("e2m1", 4, levels=E2M1, takes_integers=True, is_rounded_to=False),
     Kind("iq4nl", 4, levels=IQ4NL, takes_integers=True, is_rounded_to=False, minor=1),
+    Kind("nl4", 4, levels=IQ4NL, has_shifts=True, takes_integers=True, is_calibrated=True, minor=1),
     Kind("int8", 8, takes_integers=True, is_calibrated=True),
     Kind("int8o", 8, has_offsets=True, takes_integers=True, is_rounded_to=False, minor=1),
     Kind("f16", 16, is_float=True),
@@ -72,8 +77,8 @@ GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # that values are rounded in; 0: the
 DEFAULT_GROUP_SIZE: Final = 128
 HELD_GROUP_SIZES: Final = (16, *GROUP_SIZES)
 GROUP_WORDS: Final = tuple("row" if size == 0 else str(size) for size in GROUP_SIZES)  # as a user says them
-SCALE_DTYPES: Final = ("f16", "f32", "i8")
-SUPER_COLUMNS: Final = 256  # that share a super-scale
+SCALE_DTYPES: Final = ("f16", "f32", "i8", "s6")
+SUPER_COLUMNS: Final = 256  # that share a super-scale where scales are "i8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,12 @@ class QuantScheme:
     """Coding of one tensor.
 
     kind: "int4" (symmetric), "int4z" (with zero point), "int4o" (with offset), "nf4", "fp4" and "e2m1" (16-entry
-        codebook), "iq4nl" (the same, of integers), "int8" (symmetric), "int8o" (with offset), "f16", "bf16", "f32"
+        codebook), "iq4nl" (the same, of integers), "nl4" (these, with a shift for each group), "int8" (symmetric), "int8o" (with offset), "f16", "bf16", "f32"
         (values kept as they are).
     group_size: consecutive columns of a row that share a scale; 0 means the whole row. 0 for float kinds.
-    scale_dtype: "f16" or "f32"; "i8" for two levels: a byte for each group, and an FP16 super-scale for 256 columns; ""
-        for float kinds.
+    scale_dtype: "f16" or "f32"; "i8" for two levels: a byte for each group, and an FP16 super-scale for 256 columns;
+        "s6", of nl4: 6 bits for each group, 2 more for its shift, and an FP16 super-scale for the row; "" for float
+        kinds.
     """
 
     kind: str
@@ -105,8 +111,10 @@ class QuantScheme:
             )
         if self.scale_dtype not in SCALE_DTYPES:
             raise UsageError(f"scale dtype {self.scale_dtype!r} is not one of {', '.join(SCALE_DTYPES)}")
+        if KINDS[self.kind].has_shifts != (self.scale_dtype == "s6"):
+            raise UsageError(f"scheme {self.kind} has no scales of dtype {self.scale_dtype}")
         if self.is_two_level and not 0 < self.group_size < SUPER_COLUMNS:
-            raise UsageError(f"scale dtype i8 needs groups of 16 to 128, not {self.group_size}")
+            raise UsageError(f"scale dtype {self.scale_dtype} needs groups of 16 to 128, not {self.group_size}")
 
     @property
     def bits(self) -> int:
@@ -126,9 +134,18 @@ class QuantScheme:
         return KINDS[self.kind].has_offsets
 
     @property
+    def has_shifts(self) -> bool:
+        return KINDS[self.kind].has_shifts
+
+    @property
     def is_two_level(self) -> bool:
         """Whether the scale of a group is its byte times the super-scale above it."""
-        return self.scale_dtype == "i8"
+        return self.scale_dtype in ("i8", "s6")
+
+    @property
+    def super_columns(self) -> int:
+        """Columns that share a super-scale; 0: the whole row."""
+        return 0 if self.has_shifts else SUPER_COLUMNS
 
     @property
     def minor(self) -> int:
@@ -149,8 +166,15 @@ class QuantScheme:
     def __str__(self) -> str:
         if self.is_float:
             return self.kind
-        two = "/i8" if self.is_two_level else ""
+        two = "/i8" if self.scale_dtype == "i8" else ""
         return f"{self.kind}/{f'g{self.group_size}' if self.group_size else 'row'}{two}"
+
+
+def scheme_of(kind: str, group_size: int) -> QuantScheme:
+    """What values are rounded to: with scales of 6 bits and shifts where the kind has them, else with FP16 scales."""
+    if KINDS[kind].is_float:
+        return QuantScheme(kind)
+    return QuantScheme(kind, group_size, "s6" if KINDS[kind].has_shifts else "f16")
 
 
 F16: Final = QuantScheme("f16")
@@ -172,6 +196,7 @@ def int8(group_size: int = 128) -> QuantScheme:
 SCHEME_WORDS: Final = {
     "w4a16": ("int4", "int8"),
     "int4z": ("int4z", "int8"),
+    "nl4": ("nl4", "nl4"),
     "nf4": ("nf4", "int8"),
     "fp4": ("fp4", "int8"),
     "w8a16": ("int8", "int8"),

@@ -73,22 +73,24 @@ def solve_rows(x: F32Array, factor: F32Array, pivots: F32Array, *, threads: int 
 def refine(
     w: F32Array,
     q: npt.NDArray[np.int8],
-    scales: npt.NDArray[np.float16],
+    scales: F32Array,
     q_min: F32Array,
     h: F32Array,
     group_size: int,
     *,
     grid: codes.Grid,
     n_rounds: int,
+    steps: F32Array | None = None,
     threads: int | None = None,
 ) -> None:
     """Coordinate descent on the output error: improve q (n_tiles, n_columns, 16) and scales (n_tiles, n_groups, 16) in
-    place, for weights w and second moments h.
+    place, for weights w and second moments h. steps: (n_tiles, 16), of which scales are multiples; without, they are
+    FP16 numbers.
 
     Bit for bit `quantization.reference_gptq.refine`.
     """
     pool = native_pool(threads)
-    _native.refine(pool, w, group_size, h, _native_grid(grid), n_rounds, scales.view(np.uint16), q_min, q)
+    _native.refine(pool, w, group_size, h, _native_grid(grid), n_rounds, _native_steps(steps), scales, q_min, q)
 
 
 def search_scales(
@@ -99,21 +101,28 @@ def search_scales(
     multipliers: F32Array,
     *,
     grid: codes.Grid,
+    steps: F32Array | None = None,
     threads: int | None = None,
-) -> tuple[npt.NDArray[np.float16], F32Array, F32Array]:
+) -> tuple[F32Array, F32Array, F32Array]:
     """Scales, q_min and errors, each (n_tiles, n_groups, 16). Bit for bit `reference_gptq.search_scales`.
 
     w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size) as `factor` gives them, or None; pivots:
-    (n_columns,); multipliers: (n_candidates, 2). A last group of n < group_size columns has its factor (n, n) in the
+    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`. A last group of n < group_size columns has its factor (n, n) in the
     first n * n values.
     """
     if factors is None:
         factors = np.empty((0, group_size, group_size), np.float32)
     shape = (w.shape[0], -(-w.shape[1] // group_size), TILE_ROWS)
-    scales, q_min, errors = np.empty(shape, np.uint16), np.empty(shape, np.float32), np.empty(shape, np.float32)
-    pool = native_pool(threads)
-    _native.search_scales(pool, w, group_size, factors, pivots, multipliers, _native_grid(grid), scales, q_min, errors)
-    return scales.view(np.float16), q_min, errors
+    scales, q_min, errors = (np.empty(shape, np.float32) for _ in range(3))
+    _native.search_scales(
+        native_pool(threads), w, group_size, factors, pivots, multipliers, _native_grid(grid), _native_steps(steps),
+        scales, q_min, errors,
+    )  # fmt: skip
+    return scales, q_min, errors
+
+
+def _native_steps(steps: F32Array | None) -> F32Array:
+    return np.empty((0, TILE_ROWS), np.float32) if steps is None else steps
 
 
 def _native_grid(grid: codes.Grid) -> _native.Grid:

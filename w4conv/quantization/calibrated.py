@@ -26,7 +26,7 @@ import numpy.typing as npt
 from w4conv import codes, kernels
 from w4conv.arrays import F32Array
 from w4conv.quantization.reference_gptq import codes_of, level_of, levels_of
-from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.scheme import SHIFTS, TILE_ROWS, TOP_SCALE, QuantScheme
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -42,12 +42,15 @@ METHODS: Final = {
 # held out of the calibration set ask for less, other texts for more (docs/decisions/0014-damping-for-other-texts.md).
 DAMPING_PERCENT: Final = 100
 # Scales tried, in steps of 5 % of that of round-to-nearest, each with both signs: -8 reaches further than 7.
-MULTIPLIERS: Final = tuple((sign * (100 - 5 * i) / 100,) * 2 for i in range(9) for sign in (1, -1))
+MULTIPLIERS: Final = tuple((sign * (100 - 5 * i) / 100, 0) for i in range(9) for sign in (1, -1))
 # Asymmetric: factors of the largest and the smallest value, together and each by itself.
 SHRINKS: Final = (
     *((1 - i / 20, 1 - i / 20) for i in range(9)),
     *((1 - i / 10, 1.0) for i in range(1, 5)), *((1.0, 1 - i / 10) for i in range(1, 5)),
 )  # fmt: skip
+# With shifts: each scale with each of them. STEPPING: the few by which the step of a row's scales is found.
+SHIFTED: Final = tuple((sign * (124 - 8 * i) / 100, shift) for i in range(9) for shift in SHIFTS for sign in (1, -1))
+STEPPING: Final = tuple((sign * m, shift) for m in (1.15, 0.95, 0.75) for shift in SHIFTS for sign in (1, -1))
 QUERY_DAMPING_PERCENT: Final = 1  # of the mean of the diagonal of Q
 REFINEMENTS: Final = 2  # rounds of coordinate descent; more gain little
 JUDGED_ROWS: Final = 256  # candidates are compared on so many rows, spread over the matrix
@@ -147,8 +150,8 @@ class OutputResidual:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """codes: (n_tiles, n_lines, 16) uint32, scales: (n_tiles, n_groups, 16) float16 and, of int4z, zero_points: uint8
-    of that shape, as the container has them.
+    """codes: (n_tiles, n_lines, 16) uint32, scales: (n_tiles, n_groups, 16) float16 or, with shifts, uint8; of int4z,
+    zero_points: uint8 of that shape; with shifts, super_scales: (n_tiles, 1, 16) float16: as the container has them.
 
     error: mean square error of the outputs, relative to the outputs, on held-out tokens and JUDGED_ROWS rows.
     n_underflowed: groups of nonzero values whose scale is zero.
@@ -156,15 +159,20 @@ class Solution:
 
     method: str
     codes: npt.NDArray[np.uint32]
-    scales: npt.NDArray[np.float16]
+    scales: npt.NDArray[np.generic]
     zero_points: npt.NDArray[np.uint8] | None
+    super_scales: npt.NDArray[np.float16] | None
     error: float
     n_underflowed: int
 
     def parts(self) -> dict[str, npt.NDArray[np.generic]]:
         """By kind, in file order."""
         parts: dict[str, npt.NDArray[np.generic]] = {"codes": self.codes, "scales": self.scales}
-        return parts if self.zero_points is None else parts | {"zero_points": self.zero_points}
+        if self.super_scales is not None:
+            parts["super_scales"] = self.super_scales
+        if self.zero_points is not None:
+            parts["zero_points"] = self.zero_points
+        return parts
 
 
 def solve(
@@ -208,11 +216,20 @@ def solve(
     return Solution(
         method=name,
         codes=codes.pack(scheme, stored[None])[0],
-        scales=found.scales,
+        scales=_stored_scales(found),
+        super_scales=None if found.steps is None else found.steps.astype(np.float16)[:, None],
         zero_points=_zero_points(found.q_min, len(w)) if grid.is_asymmetric else None,
         error=loss / power if power > 0 else 0.0,
         n_underflowed=problem.n_underflowed(found),
     )
+
+
+def _stored_scales(r: _Rounding) -> npt.NDArray[np.generic]:
+    if r.steps is None:
+        return r.scales.astype(np.float16)
+    steps = np.where(r.steps == 0, np.float32(1), r.steps)[:, None]
+    packed = codes.pack_shifted(np.rint(r.scales / steps), r.q_min)
+    return np.where(r.scales == 0, np.uint8(0), packed)
 
 
 def _zero_points(q_min: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
@@ -223,18 +240,30 @@ def _zero_points(q_min: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scales:
+    """Of all groups; as in _Rounding."""
+
+    scales: F32Array
+    q_min: F32Array
+    steps: F32Array | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Rounding:
-    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of); scales: (n_tiles, n_groups, 16) float16; q_min: the
-    lowest integer of each group, minus its zero point where it has one; float32 of that shape."""
+    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of); scales: (n_tiles, n_groups, 16), as stored; q_min: the
+    lowest integer of each group, minus its zero point where it has one, or its shift; of that shape. steps: (n_tiles,
+    16), of which scales are multiples, where the grid has shifts."""
 
     q: npt.NDArray[np.int8]
-    scales: npt.NDArray[np.float16]
+    scales: F32Array
     q_min: F32Array
+    steps: F32Array | None
 
     def of(self, rows: npt.NDArray[np.intp]) -> _Rounding:
         tile, row = rows // TILE_ROWS, rows % TILE_ROWS
         q, scales, q_min = self.q[tile, :, row], self.scales[tile, :, row], self.q_min[tile, :, row]
-        return _Rounding(tiled(q), tiled(scales), tiled(q_min))
+        steps = None if self.steps is None else tiled(self.steps[tile, row][:, None])[:, 0]
+        return _Rounding(tiled(q), tiled(scales), tiled(q_min), steps)
 
     @classmethod
     def joined(cls, parts: list[tuple[npt.NDArray[np.intp], _Rounding]]) -> _Rounding:
@@ -244,7 +273,8 @@ class _Rounding:
         def whole(of: Callable[[_Rounding], npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
             return tiled(np.concatenate([untiled(of(r), len(rows)) for rows, r in parts])[where])
 
-        return cls(whole(lambda r: r.q), whole(lambda r: r.scales), whole(lambda r: r.q_min))
+        steps = None if parts[0][1].steps is None else whole(lambda r: np.asarray(r.steps)[:, None])[:, 0]
+        return cls(whole(lambda r: r.q), whole(lambda r: r.scales), whole(lambda r: r.q_min), steps)
 
 
 class _Problem:
@@ -282,15 +312,27 @@ class _Problem:
     def run(self, candidate: str) -> _Rounding:
         tiles = tiled(self._w)
         if candidate == "rtn":
-            return self._nearest(tiles, *self._search(tiles, np.ones((1, 2), np.float32), whole=False))
-        multipliers = np.array(SHRINKS if self._grid.is_asymmetric else MULTIPLIERS, np.float32)
+            return self._nearest(tiles, self._search(tiles, self._plain(), whole=False))
         if candidate == "search":
-            return self._nearest(tiles, *self._search(tiles, multipliers, whole=False))
+            return self._nearest(tiles, self._search(tiles, self._multipliers(), whole=False))
         target = self._w if self._residual is None else self._w + self._inputs.solve(self._residual.fit)
         if self._queries is not None:
             return self._row_by_row(target, self._queries)
         tiles = tiled(target)
-        return self._refined(tiles, self._gptq(tiles, *self._search(tiles, multipliers, whole=True)))
+        return self._refined(tiles, self._gptq(tiles, self._search(tiles, self._multipliers(), whole=True)))
+
+    def _multipliers(self) -> F32Array:
+        if self._grid.shifts:
+            return np.array(SHIFTED, np.float32)
+        if self._grid.is_asymmetric:
+            return np.array(SHRINKS, np.float32)
+        return np.array(MULTIPLIERS, np.float32)
+
+    def _plain(self) -> F32Array:
+        """Of round-to-nearest."""
+        if self._grid.shifts:
+            return np.array([(sign, shift) for shift in SHIFTS for sign in (1, -1)], np.float32)
+        return np.array([(1, 1 if self._grid.is_asymmetric else 0)], np.float32)
 
     def _row_by_row(self, target: F32Array, queries: F32Array) -> _Rounding:
         """Round the rows of each head from the last to the first, with GPTQ's update between rows.
@@ -319,7 +361,7 @@ class _Problem:
 
     def dequantized(self, r: _Rounding) -> F32Array:
         """W'."""
-        return untiled(levels_of(r.q, self._grid) * self.wide(r.scales), len(self._w))
+        return untiled(levels_of(r.q, self.wide(r.q_min), self._grid) * self.wide(r.scales), len(self._w))
 
     def loss(self, r: _Rounding) -> float:
         """Mean square error of the outputs on the held-out tokens, up to a constant."""
@@ -349,41 +391,53 @@ class _Problem:
 
     def _search(
         self, tiles: F32Array, multipliers: F32Array, *, whole: bool
-    ) -> tuple[npt.NDArray[np.float16], F32Array]:
-        """Scales and q_min of the least error of nearest codes, weighted by the mean squares of the inputs.
+    ) -> _Scales:
+        """Scales of the least error of nearest codes, weighted by the mean squares of the inputs.
 
         whole: of the least output error of the group after GPTQ's column updates.
         """
         n, size = self._w.shape[1], self._size
         pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
         groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, pivots)
+        steps = self._steps(tiles) if self._grid.shifts else None
         scales, q_min, errors = kernels.search_scales(
             np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
-            grid=self._grid, threads=self._threads,
+            grid=self._grid, steps=steps, threads=self._threads,
         )  # fmt: skip
         if np.isinf(errors).any():
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()
             found = tile * TILE_ROWS + row
             raise ScaleError(found if self._rows is None else int(self._rows[found]), group * size)
-        return scales, q_min
+        return _Scales(scales, q_min, steps)
 
-    def _nearest(self, tiles: F32Array, scales: npt.NDArray[np.float16], q_min: F32Array) -> _Rounding:
-        levels = level_of(tiles, self.wide(scales), self.wide(q_min), self._grid)
-        return _Rounding(codes_of(levels, self._grid), scales, q_min)
+    def _steps(self, tiles: F32Array) -> F32Array:
+        """Of the scales of each row: the largest of them, found by few candidates and without steps, is TOP_SCALE."""
+        pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
+        multipliers = np.array(STEPPING, np.float32)
+        scales, _, _ = kernels.search_scales(
+            tiles, self._size, None, pivots, multipliers, grid=self._grid, threads=self._threads
+        )
+        step: F32Array = (np.abs(scales).max(axis=1) / np.float32(TOP_SCALE)).astype(np.float16).astype(np.float32)
+        return step
 
-    def _gptq(self, tiles: F32Array, scales: npt.NDArray[np.float16], q_min: F32Array) -> _Rounding:
+    def _nearest(self, tiles: F32Array, s: _Scales) -> _Rounding:
+        q_min = self.wide(s.q_min)
+        levels = level_of(tiles, self.wide(s.scales), q_min, self._grid)
+        return _Rounding(codes_of(levels, q_min, self._grid), s.scales, s.q_min, s.steps)
+
+    def _gptq(self, tiles: F32Array, s: _Scales) -> _Rounding:
         order = self._inputs.order
         q = np.empty(tiles.shape, np.int8)
         q[:, order] = kernels.gptq_round(
-            np.ascontiguousarray(tiles[:, order]), self._group[order], scales.astype(np.float32), q_min,
+            np.ascontiguousarray(tiles[:, order]), self._group[order], s.scales, s.q_min,
             self._inputs.factor, grid=self._grid, threads=self._threads,
         )  # fmt: skip
-        return _Rounding(q, scales, q_min)
+        return _Rounding(q, s.scales, s.q_min, s.steps)
 
     def _refined(self, tiles: F32Array, r: _Rounding) -> _Rounding:
         kernels.refine(
             tiles, r.q, r.scales, r.q_min, self._inputs.damped, self._size, grid=self._grid,
-            n_rounds=REFINEMENTS, threads=self._threads,
+            n_rounds=REFINEMENTS, steps=r.steps, threads=self._threads,
         )  # fmt: skip
         return r
 

@@ -35,6 +35,7 @@ from w4conv.scheme import (
     SCHEME_WORDS,
     TENSOR_WORDS,
     QuantScheme,
+    scheme_of,
 )
 
 KEPT: Final = {"F16": QuantScheme("f16"), "BF16": QuantScheme("bf16"), "F32": QuantScheme("f32")}
@@ -83,7 +84,7 @@ class Choice:
         """The scheme where the source holds `dtype` ("F16", "BF16", "F32")."""
         if self.keeps:
             return KEPT[dtype]
-        return QuantScheme(self.kind) if self.kind in FLOAT_KINDS else QuantScheme(self.kind, self.group_size, "f16")
+        return scheme_of(self.kind, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)

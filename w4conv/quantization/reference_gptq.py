@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from w4conv.arrays import F32Array
 from w4conv.codes import Grid
+from w4conv.scheme import TOP_SCALE
 
 
 def fma(a: F32Array | np.float32, b: F32Array | np.float32, c: F32Array | np.float32) -> F32Array:
@@ -69,25 +70,35 @@ def solve(b: F32Array, unit: F32Array, pivots: F32Array) -> F32Array:
 def level_of(x: F32Array, scale: F32Array, q_min: F32Array, grid: Grid) -> F32Array:
     """The level nearest to x / scale. 0 where the scale is 0.
 
-    Integers: half to even, clipped to q_min .. q_min + span. Codebook: x * (1 / scale), the lower of two equally near.
+    Integers: half to even, clipped to q_min .. q_min + span. Codebook: x * (1 / scale), the lower of two equally near;
+    q_min is added to the levels: the shift of the group, else 0.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if grid.is_codebook:
-            level = grid.levels[np.searchsorted(_middles(grid), x * (np.float32(1) / scale), side="left")]
+            level = grid.levels[np.searchsorted(_middles(grid), x * (np.float32(1) / scale) - q_min, side="left")] + q_min
         else:
             level = np.rint(np.clip(x / scale, q_min, q_min + np.float32(grid.span)))
     return np.where(scale == 0, np.float32(0), level).astype(np.float32)
 
 
-def codes_of(levels: F32Array, grid: Grid) -> npt.NDArray[np.int8]:
+def codes_of(levels: F32Array, q_min: F32Array, grid: Grid) -> npt.NDArray[np.int8]:
     """Of a codebook, the index of the level, the first of equals; of integers, the integer."""
-    found = np.searchsorted(_middles(grid), levels, side="left") if grid.is_codebook else levels
+    found = np.searchsorted(_middles(grid), levels - q_min, side="left") if grid.is_codebook else levels
     return found.astype(np.int8)
 
 
-def levels_of(q: npt.NDArray[np.int8], grid: Grid) -> F32Array:
+def levels_of(q: npt.NDArray[np.int8], q_min: F32Array, grid: Grid) -> F32Array:
     """Inverse of `codes_of`."""
-    return grid.levels[q] if grid.is_codebook else q.astype(np.float32)
+    return grid.levels[q] + q_min if grid.is_codebook else q.astype(np.float32)
+
+
+def stored_scale(scale: F32Array, steps: F32Array | None) -> F32Array:
+    """A scale of each row as it is stored: FP16; or with steps the nearest multiple, up to TOP_SCALE, of its step."""
+    if steps is None:
+        return scale.astype(np.float16).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        found = np.rint(np.clip(scale / steps, -TOP_SCALE, TOP_SCALE)).astype(np.float32) * steps
+    return np.where(steps == 0, np.float32(0), found).astype(np.float32)
 
 
 def _middles(grid: Grid) -> F32Array:
@@ -104,22 +115,24 @@ def gptq_round(w: F32Array, scales: F32Array, q_min: F32Array, unit: F32Array, g
         levels[:, j] = level_of(w[:, j] + update[:, j], scales[:, j], q_min[:, j], grid)
         error = w[:, j] - levels[:, j] * scales[:, j]
         update[:, :j] = fma(error[:, None], unit[:j, j], update[:, :j])
-    return codes_of(levels, grid)
+    return codes_of(levels, q_min, grid)
 
 
 def refine(
-    w: F32Array, q: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], q_min: F32Array, h: F32Array, size: int,
-    grid: Grid, n_rounds: int,
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:  # fmt: skip
+    w: F32Array, q: npt.NDArray[np.int8], scales: F32Array, q_min: F32Array, h: F32Array, size: int,
+    grid: Grid, n_rounds: int, steps: F32Array | None = None,
+) -> tuple[npt.NDArray[np.int8], F32Array]:  # fmt: skip
     """Coordinate descent: improved codes (n_rows, n_columns) and scales (n_rows, n_groups), groups of `size` columns.
 
     The objective is e h e^T, e = w - level * scale; its gradient along column k is (e h)_k. Each round goes through
-    the groups. The scale takes its optimum with all else fixed, rounded to FP16; it stays where that is 0 or not
+    the groups. The scale takes its optimum with all else fixed, as it is stored; it stays where that is 0 or not
     finite. Then each code takes its optimum, from the last column to the first.
-    q_min: (n_rows, n_groups), lowest integers. h: symmetric, with a positive diagonal.
+    q_min: (n_rows, n_groups), lowest integers or shifts. h: symmetric, with a positive diagonal. steps: (n_rows,) of
+    scales, or None.
     """
     n = w.shape[1]
-    level, scale = levels_of(q, grid), scales.astype(np.float32)
+    wide_q_min = np.repeat(q_min, size, axis=1)[:, :n]
+    level, scale = levels_of(q, wide_q_min, grid), scales.copy()
     gradient = np.zeros_like(w)
 
     def add(errors: F32Array, start: int, n_columns: int = n) -> None:
@@ -139,7 +152,7 @@ def refine(
             for j in range(of.shape[1]):
                 gain, curvature = fma(of[:, j], slope[:, j], gain), fma(of[:, j], along[:, j], curvature)
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                best = (before + gain / curvature).astype(np.float16).astype(np.float32)
+                best = stored_scale(before + gain / curvature, steps)
             best = np.where((curvature > 0) & np.isfinite(best) & (best != 0), best, before)
             slope = fma((before - best)[:, None], along, slope)
             changed = of * before[:, None]
@@ -150,22 +163,24 @@ def refine(
             scale[:, g] = best
             changed -= of * best[:, None]
             add(changed, part.start, n if n_left else part.start)  # in the last round later columns are not read again
-    return codes_of(level, grid), scale.astype(np.float16)
+    return codes_of(level, wide_q_min, grid), scale
 
 
 def search_scales(
-    w: F32Array, unit: F32Array | None, pivots: F32Array, multipliers: F32Array, grid: Grid
-) -> tuple[npt.NDArray[np.float16], F32Array, F32Array]:
+    w: F32Array, unit: F32Array | None, pivots: F32Array, multipliers: F32Array, grid: Grid,
+    steps: F32Array | None = None,
+) -> tuple[F32Array, F32Array, F32Array]:  # fmt: skip
     """Scale, q_min and error of one group (n_rows, n), each (n_rows,).
 
     Each pair of multipliers (n_candidates, 2) gives a candidate. Symmetric: the unrounded scale of round-to-nearest
-    times the first, rounded to FP16. Asymmetric: round-to-nearest of the largest value times the first and the
-    smallest times the second. Candidates beyond FP16 are left out. The first with the least sum_j pivots[j] r_j^2
+    times the first, as it is stored; the second is the shift of a codebook. Asymmetric: round-to-nearest of the largest
+    value times the first and the smallest times the second. Candidates beyond FP16 are left out. The first with the least sum_j pivots[j] r_j^2
     wins; r_j is the error of column j at its target, with GPTQ's column update, or without `unit` to the nearest level.
     """
     largest, smallest = w.max(axis=1), w.min(axis=1)
     extreme = np.where(largest > -smallest, largest, smallest)
-    base = np.abs(extreme) if grid.is_codebook else extreme / np.float32(grid.q_min)
+    top = np.abs(grid.levels).max() if grid.is_codebook else np.float32(grid.q_min)
+    base = (np.abs(extreme) if grid.is_codebook else extreme) / top
     best, least = np.zeros(len(w), np.float32), np.full(len(w), np.inf, np.float32)
     q_min = np.full(len(w), grid.q_min, np.float32)
     for first, second in multipliers:
@@ -173,12 +188,14 @@ def search_scales(
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             if grid.is_asymmetric:
                 above, under = np.maximum(largest, 0) * first, np.minimum(smallest, 0) * second
-                scale = ((above - under) / np.float32(grid.span)).astype(np.float16).astype(np.float32)
+                scale = stored_scale((above - under) / np.float32(grid.span), steps)
                 lowest = np.where(scale == 0, lowest, -np.rint(np.clip(-under / scale, 0, grid.span))).astype(
                     np.float32
                 )
             else:
-                scale = (base * first).astype(np.float16).astype(np.float32)
+                scale = stored_scale(base * first, steps)
+                if grid.is_codebook:
+                    lowest = np.full(len(w), second, np.float32)
         update, error = np.zeros_like(w), np.zeros(len(w), np.float32)
         finite = np.isfinite(scale)
         scale[~finite] = 0
@@ -191,4 +208,4 @@ def search_scales(
         better = (error < least) & finite
         best[better], q_min[better], least[better] = scale[better], lowest[better], error[better]
     best[best == 0] = 0
-    return best.astype(np.float16), q_min, least
+    return best, q_min, least

@@ -27,7 +27,7 @@ constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1
 // Raises std::logic_error: a switch does not know the value, a defect.
 [[noreturn]] void unknown(const char* what);
 
-enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
+enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNl4, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
 constexpr bool is_codebook(Kind kind) { return kind >= Kind::kE2m1 && kind <= Kind::kFp4; }
 // Whether GEMV and GEMM take the activations as integers (docs/numerics.md 2), or as they are.
@@ -72,9 +72,12 @@ constexpr const float* levels_of(Kind kind) {
                                : kIq4nlLevels;
 }
 
-// Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns.
-enum class ScaleType : uint8_t { kF16, kF32, kInt8 };
+// Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns. kShifted:
+// a byte with a signed scale of 6 bits, times an FP16 number for the whole row, and above it 2 bits i of the group's shift:
+// 8 i - 12 is added to the levels (w4-codes 4).
+enum class ScaleType : uint8_t { kF16, kF32, kInt8, kShifted };
 constexpr int64_t kSuperColumns = 256;
+constexpr int kShiftStep = 8, kLowestShift = -12;
 
 struct Matrix {
   Kind kind = Kind::kF32;
@@ -85,7 +88,7 @@ struct Matrix {
   const uint8_t* zero_points = nullptr;  // [tile][n_groups][16], of kInt4z
   const void* offsets = nullptr;         // of the same type as scales, where has_offsets
   ScaleType scale_type = ScaleType::kF16;
-  const uint16_t *super_scales = nullptr, *super_offsets = nullptr;  // [tile][n_supers][16] FP16, of ScaleType::kInt8
+  const uint16_t *super_scales = nullptr, *super_offsets = nullptr;  // [tile][n_supers][16] FP16, of kInt8 and kShifted
 
   int64_t n_tiles() const { return (n_rows + kTileRows - 1) / kTileRows; }
   int rows_of(int64_t tile) const {
@@ -93,7 +96,10 @@ struct Matrix {
   }
   int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
   int64_t n_groups() const { return is_float(kind) ? 0 : (n_columns + group_size - 1) / group_size; }
-  int64_t n_supers() const { return scale_type == ScaleType::kInt8 ? (n_columns + kSuperColumns - 1) / kSuperColumns : 0; }
+  int64_t n_supers() const {
+    if (scale_type == ScaleType::kShifted) return 1;
+    return scale_type == ScaleType::kInt8 ? (n_columns + kSuperColumns - 1) / kSuperColumns : 0;
+  }
   // Columns of an activation block: the weight group, or kBlock where that is smaller.
   int64_t block() const { return group_size < kBlock ? group_size : kBlock; }
 };
@@ -209,13 +215,15 @@ struct RowDifference {
 };
 
 // The levels that weights over their scale are rounded to: integers from a lowest one, that of their group, to that + span;
-// or 16 of a codebook, ascending, with what lies between each and the next.
+// or 16 of a codebook, ascending, with what lies between each and the next, and the shift of their group added.
 struct Grid {
   float span;
   bool is_asymmetric;  // the lowest integer is for the search to find; else it is the same everywhere
   bool is_codebook;
   float levels[16], middles[15];
+  float top_level() const { return -levels[0] > levels[15] ? -levels[0] : levels[15]; }
 };
+constexpr float kTopScale = 31;  // a scale in steps is one of -31 to 31 of them
 
 // Kernels that use the integer dot product of a tier, and what it could do from registers.
 struct DotKernels {
@@ -282,9 +290,10 @@ struct Kernels : DotKernels {
                      const float* qmins, int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc);
   void (*solve_rows)(float* x, int64_t n, int64_t n_rows, const float* factor, const float* pivots, float* acc);
   void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid,
-                 int n_rounds, uint16_t* scales, const float* qmins, int8_t* q, float* scratch);
+                 int n_rounds, const float* steps, float* scales, const float* qmins, int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                        int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* qmins, float* errors, float* acc);
+                        int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins,
+                        float* errors, float* acc);
   // GEMM of panels, and the parts of a factor that are no GEMM.
   void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
   int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);

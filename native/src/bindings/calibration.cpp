@@ -13,7 +13,6 @@ using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::
 using FloatTiles = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using MutableFloatTiles = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using MutableCodeTiles = nb::ndarray<int8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using MutableHalfTiles = nb::ndarray<uint16_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Columns = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void bound_gemm(Pool& pool, const FloatRows& a, const FloatRows& b, bool upper, const MutableFloatRows& out) {
@@ -73,8 +72,16 @@ void bound_solve(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor
              pivots.data());
 }
 
+// Of each row of tiles w, or none where scales are FP16 numbers.
+const float* steps_of(const FloatRows& steps, const FloatTiles& w) {
+  if (steps.shape(0) == 0) return nullptr;
+  require(steps.shape(0) == w.shape(0) && steps.shape(1) == 16, "steps: wrong shape");
+  return steps.data();
+}
+
 void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatRows& h, const Grid& grid, int n_rounds,
-                  const MutableHalfTiles& scales, const FloatTiles& qmins, const MutableCodeTiles& q) {
+                  const FloatRows& steps, const MutableFloatTiles& scales, const FloatTiles& qmins,
+                  const MutableCodeTiles& q) {
   const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
   require(w.shape(2) == 16 && scales.shape(2) == 16 && q.shape(2) == 16, "tiles have 16 rows");
   require(n > 0 && group_size > 0 && group_size <= n, "group size: not between 1 and the columns");
@@ -88,11 +95,11 @@ void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
     for (size_t i = 0; i < q.size(); i++) require(q.data()[i] >= 0 && q.data()[i] < 16, "no such level");
   }
   const WithoutGil without_gil;
-  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, scales.data(), qmins.data(), q.data());
+  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, steps_of(steps, w), scales.data(), qmins.data(), q.data());
 }
 
 void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatTiles& factors, const Floats& pivots,
-                  const FloatRows& multipliers, const Grid& grid, const MutableHalfTiles& scales,
+                  const FloatRows& multipliers, const Grid& grid, const FloatRows& steps, const MutableFloatTiles& scales,
                   const MutableFloatTiles& qmins, const MutableFloatTiles& errors) {
   const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
   require(w.shape(2) == 16 && scales.shape(2) == 16 && qmins.shape(2) == 16 && errors.shape(2) == 16, "tiles have 16 rows");
@@ -110,7 +117,7 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
   }
   const WithoutGil without_gil;
   search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.shape(0) == 0 ? nullptr : factors.data(),
-                pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.shape(0)), grid, scales.data(),
+                pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.shape(0)), grid, steps_of(steps, w), scales.data(),
                 qmins.data(), errors.data());
 }
 
@@ -127,10 +134,10 @@ void register_calibration(nb::module_& m) {
       "span"_a, "is_asymmetric"_a, "levels"_a);
   m.def("gptq_round", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "qmins"_a, "factor"_a, "grid"_a, "q"_a);
   m.def("solve_rows", &bound_solve, "pool"_a, "x"_a, "factor"_a, "pivots"_a);
-  m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "grid"_a, "n_rounds"_a, "scales"_a, "qmins"_a,
+  m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "grid"_a, "n_rounds"_a, "steps"_a, "scales"_a, "qmins"_a,
         "q"_a);
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "grid"_a,
-        "scales"_a, "qmins"_a, "errors"_a);
+        "steps"_a, "scales"_a, "qmins"_a, "errors"_a);
 }
 
 }  // namespace w4conv::bindings

@@ -21,6 +21,7 @@ Kind kind_of(const std::string& name) {
   if (name == "fp4") return Kind::kFp4;
   if (name == "e2m1") return Kind::kE2m1;
   if (name == "iq4nl") return Kind::kIq4nl;
+  if (name == "nl4") return Kind::kNl4;
   if (name == "int8") return Kind::kInt8;
   if (name == "int8o") return Kind::kInt8o;
   if (name == "f16") return Kind::kF16;
@@ -86,6 +87,7 @@ ScaleType scale_type_of(const std::string& name) {
   if (name == "f16" || name.empty()) return ScaleType::kF16;  // floats have none
   if (name == "f32") return ScaleType::kF32;
   if (name == "i8") return ScaleType::kInt8;
+  if (name == "s6") return ScaleType::kShifted;
   throw std::invalid_argument("no such type of scales: " + name);
 }
 

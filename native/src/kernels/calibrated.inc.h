@@ -69,31 +69,44 @@ inline vf rounded(vf x, vf low, vf high) {
   return (x + magic) - magic;
 }
 
-// The levels of a Grid. nearest: that of x / scale, of those from `low` on; 0 where the scale is 0. Codes of a codebook
-// count its levels from the lowest; integers are their own.
+// The levels of a Grid. nearest: that of x / scale, of integers from `low` on, or of a codebook's levels, `low` added; 0 where
+// the scale is 0. Codes of a codebook count its levels from the lowest; integers are their own.
 struct IntegerLevels {
   const Grid& grid;
   vf nearest(vf x, vf scale, vf low) const {
     const vf level = rounded(x / scale, low, low + splat(grid.span));
     return select((vi)(scale == vf{}), vf{}, level);
   }
-  float level(int8_t code) const { return code; }
-  vf codes(vf levels) const { return levels; }
+  float level(int8_t code, float) const { return code; }
+  vf codes(vf levels, vf) const { return levels; }
 };
 struct TableLevels {
   const Grid& grid;
-  vf nearest(vf x, vf scale, vf) const {
-    const vf wanted = x * (splat(1.0f) / scale);
+  vf nearest(vf x, vf scale, vf low) const {
+    const vf wanted = x * (splat(1.0f) / scale) - low;
     vf level = splat(grid.levels[0]);
     for (int i = 0; i < 15; i++) level = select((vi)(wanted > splat(grid.middles[i])), splat(grid.levels[i + 1]), level);
-    return select((vi)(scale == vf{}), vf{}, level);
+    return select((vi)(scale == vf{}), vf{}, level + low);
   }
-  float level(int8_t code) const { return grid.levels[code]; }
-  vf codes(vf levels) const {
+  float level(int8_t code, float low) const { return grid.levels[code] + low; }
+  vf codes(vf levels, vf low) const {
     vf code{};
     for (int i = 0; i < 15; i++)
-      code = select((vi)(levels > splat(grid.middles[i])), splat(static_cast<float>(i + 1)), code);
+      code = select((vi)(levels - low > splat(grid.middles[i])), splat(static_cast<float>(i + 1)), code);
     return code;
+  }
+};
+// A scale as it is stored: FP16, or, where there are steps, a whole number of them.
+struct ScaleGrid {
+  const float* steps;  // of 16 rows, or null
+  vf round(vf scale, int64_t row) const {
+    if (steps == nullptr) {
+      uint16_t bits[kLanes];
+      to_f16(scale, bits);
+      return from_f16(bits);
+    }
+    const vf step = load(steps + row);
+    return select((vi)(step == vf{}), vf{}, rounded(scale / step, splat(-kTopScale), splat(kTopScale)) * step);
   }
 };
 template <class Work>
@@ -156,7 +169,8 @@ void gptq_round(const float* w, int64_t n, int64_t n_rows, const int32_t* group,
     sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
       const int64_t at = in_tiles(n, j, r), of_group = in_tiles(n_groups, group[j], r);
       const vf scale = load(scales + of_group), original = load(w + at);
-      const vf level = levels.nearest(original + fed, scale, load(qmins + of_group)), code = levels.codes(level);
+      const vf low = load(qmins + of_group), level = levels.nearest(original + fed, scale, low);
+      const vf code = levels.codes(level, low);
       for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
       return original - level * scale;
     });
@@ -175,7 +189,7 @@ inline void spread(const float* h, int64_t n, const float* errors, int64_t n_err
 
 template <class Levels>
 void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, int n_rounds,
-               uint16_t* scales, const float* qmins, int8_t* q, float* scratch) {
+               const float* steps, float* scales, const float* qmins, int8_t* q, float* scratch) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   float *const slope = scratch, *const level = slope + n * kChunkRows;  // slope: e h
   float *const near = level + n * kChunkRows, *const along = near + group_size * kChunkRows;
@@ -187,8 +201,9 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
       for (int64_t r = 0; r < n_rows; r += kLanes) {
         const int64_t from = in_tiles(n, begin + k, r);
         float* const c = level + (begin + k) * kChunkRows + r;
-        for (int i = 0; i < kLanes; i++) c[i] = levels.level(q[from + i]);
-        store(changed + k * kChunkRows + r, load(w + from) - load(c) * from_f16(scales + in_tiles(n_groups, g, r)));
+        const int64_t of_group = in_tiles(n_groups, g, r);
+        for (int i = 0; i < kLanes; i++) c[i] = levels.level(q[from + i], qmins[of_group + i]);
+        store(changed + k * kChunkRows + r, load(w + from) - load(c) * load(scales + of_group));
       }
     }
     spread(h + begin * n, n, changed, width, n, n_rows, slope);
@@ -208,12 +223,12 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
           gain = fma(c, load(slope + (begin + k) * kChunkRows + r), gain);
           curvature = fma(c, load(along + k * kChunkRows + r), curvature);
         }
-        uint16_t* const bits = scales + in_tiles(n_groups, g, r);
-        const vf before = from_f16(bits);
-        to_f16(before + gain / curvature, bits);
-        vf best = from_f16(bits);
+        float* const of_group = scales + in_tiles(n_groups, g, r);
+        const ScaleGrid stored{steps == nullptr ? nullptr : steps + r / kTileRows * kTileRows};
+        const vf before = load(of_group);
+        vf best = stored.round(before + gain / curvature, r % kTileRows);
         best = select((vi)(curvature > vf{}) & (vi)(best - best == vf{}) & (vi)(best != vf{}), best, before);
-        to_f16(best, bits);
+        store(of_group, best);
         store(scale + r, best);
         for (int64_t k = 0; k < width; k++) {
           const int64_t at = k * kChunkRows + r;
@@ -240,7 +255,8 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
   }
   for (int64_t k = 0; k < n; k++) {
     for (int64_t r = 0; r < n_rows; r += kLanes) {
-      const vf code = levels.codes(load(level + k * kChunkRows + r));
+      const vf low = load(qmins + in_tiles(n_groups, k / group_size, r));
+      const vf code = levels.codes(load(level + k * kChunkRows + r), low);
       for (int i = 0; i < kLanes; i++) q[in_tiles(n, k, r) + i] = static_cast<int8_t>(code[i]);
     }
   }
@@ -248,19 +264,23 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
 
 // Codes and scales better than they were for the error e h e^T, e = w - level * scale, h symmetric with a positive diagonal.
 // In each round, group by group: the scale takes its best value given all else, then every code, from the last to the first.
-// scales: [tile][n_groups][16] FP16 bits. scratch: (2 * n + 3 * group_size) * kChunkRows floats.
+// scales: [tile][n_groups][16]. steps: [tile][16], of which scales are multiples, or null where they are FP16 numbers.
+// scratch: (2 * n + 3 * group_size) * kChunkRows floats.
 void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid, int n_rounds,
-            uint16_t* scales, const float* qmins, int8_t* q, float* scratch) {
-  on(grid, [&](auto levels) { refine_on(levels, w, n, n_rows, group_size, h, n_rounds, scales, qmins, q, scratch); });
+            const float* steps, float* scales, const float* qmins, int8_t* q, float* scratch) {
+  on(grid, [&](auto levels) { refine_on(levels, w, n, n_rows, group_size, h, n_rounds, steps, scales, qmins, q, scratch); });
 }
 
 template <class Levels>
 void search_on(Levels levels, const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-               int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* qmins, float* errors, float* acc) {
+               int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
+               float* acc) {
   constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
   alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows];
   alignas(64) float scale[kChunkRows], low[kChunkRows], error[kChunkRows];
+  const ScaleGrid stored{steps};
   const float top = (grid.span + 1.0f) / 2.0f;
+  const vf lowest = grid.is_codebook ? vf{} : splat(-top);
   for (int64_t r = 0; r < kTileRows; r += kLanes) {
     vf largest = load(w + r), smallest = largest;
     for (int64_t j = 1; j < n; j++) {
@@ -273,11 +293,12 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       store(below + r, select((vi)(smallest < vf{}), smallest, vf{}));
     } else {
       const vf extreme = select((vi)(largest > -smallest), largest, smallest);
-      store(high + r, grid.is_codebook ? select((vi)(extreme < vf{}), -extreme, extreme) : extreme / splat(-top));
+      store(high + r, grid.is_codebook ? select((vi)(extreme < vf{}), -extreme, extreme) / splat(grid.top_level())
+                                       : extreme / splat(-top));
       store(below + r, vf{});
     }
     store(best + r, vf{});
-    store(qmins + r, splat(-top));
+    store(qmins + r, lowest);
     store(errors + r, splat(__builtin_inff()));
   }
   for (int64_t first = 0; first < n_multipliers; first += kCandidates) {
@@ -286,15 +307,15 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
     for (int64_t r = 0; r < n_rows; r += kLanes) {
       const float* const m = multipliers + 2 * (first + r / kTileRows);
       const vf above = load(high + r % kTileRows) * splat(m[0]), under = load(below + r % kTileRows) * splat(m[1]);
-      uint16_t bits[kLanes];
-      to_f16(grid.is_asymmetric ? (above - under) / splat(grid.span) : above, bits);
-      const vf candidate = from_f16(bits);
+      const vf candidate = stored.round(grid.is_asymmetric ? (above - under) / splat(grid.span) : above, r % kTileRows);
       store(scale + r, candidate);
-      vf lowest = splat(-top);
+      vf own_lowest = lowest;
       if (grid.is_asymmetric) {
-        lowest = select((vi)(candidate == vf{}), lowest, -rounded(-under / candidate, vf{}, splat(grid.span)));
+        own_lowest = select((vi)(candidate == vf{}), lowest, -rounded(-under / candidate, vf{}, splat(grid.span)));
+      } else if (grid.is_codebook) {
+        own_lowest = splat(m[1]);
       }
-      store(low + r, lowest);
+      store(low + r, own_lowest);
     }
     clear(error, n_rows);
     const auto step = [&](int64_t j, int64_t r, vf fed) {
@@ -323,19 +344,20 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
   }
   for (int64_t r = 0; r < kTileRows; r += kLanes) {
     const vf found = load(best + r);
-    to_f16(select((vi)(found == vf{}), vf{}, found), scales + r);  // +0
+    store(scales + r, select((vi)(found == vf{}), vf{}, found));  // +0
   }
 }
 
 // Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
 // round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with
-// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and something; on an
-// asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. scales: 16 FP16 bits.
-// qmins, errors: 16 floats.
+// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and the shift of a codebook;
+// on an asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. steps: 16, or
+// null. scales, qmins, errors: 16.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                   int64_t n_multipliers, const Grid& grid, uint16_t* scales, float* qmins, float* errors, float* acc) {
+                   int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
+               float* acc) {
   on(grid, [&](auto levels) {
-    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, scales, qmins, errors, acc);
+    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, steps, scales, qmins, errors, acc);
   });
 }
 

@@ -29,7 +29,13 @@ inline float scale_at(const Scales& s, int64_t tile, int64_t group, int64_t lane
   if (s.type == ScaleType::kF16) return f16_value(static_cast<const uint16_t*>(s.values)[at]);
   if (s.type == ScaleType::kF32) return static_cast<const float*>(s.values)[at];
   const float super = f16_value(s.supers[(tile * s.n_supers + (group >> s.super_shift)) * 16 + lane]);
-  return super * static_cast<float>(static_cast<const int8_t*>(s.values)[at]);
+  const int byte = static_cast<const int8_t*>(s.values)[at];
+  return super * static_cast<float>(s.type == ScaleType::kShifted ? static_cast<int8_t>(byte * 4) >> 2 : byte);
+}
+// What is added to its levels, of kShifted.
+inline float shift_at(const Scales& s, int64_t tile, int64_t group, int64_t lane) {
+  const int byte = static_cast<const uint8_t*>(s.values)[(tile * s.n_groups + group) * 16 + lane];
+  return static_cast<float>(kLowestShift + (byte >> 6) * kShiftStep);
 }
 
 // out: n_columns floats, padded to 16.
@@ -40,14 +46,17 @@ void dequantize_row(const Matrix& w, int64_t row, float* out) {
   for (int64_t g = 0; g < n_groups; g++) {
     const int64_t group_end = size < w.n_columns - g * size ? (g + 1) * size : w.n_columns;
     const float scale = is_float(w.kind) ? 1.0f : scale_at(Scales::of(w), tile, g, lane);
+    const bool is_shifted = w.scale_type == ScaleType::kShifted;
+    const float shift = is_shifted ? shift_at(Scales::of(w), tile, g, lane) : 0.0f;
     const float offset = has_offsets(w.kind) ? scale_at(Scales::of_offsets(w), tile, g, lane) : 0.0f;
     const int zero_point = w.kind == Kind::kInt4z   ? w.zero_points[(tile * n_groups + g) * 16 + lane]
                            : w.kind == Kind::kInt4o ? 0
                                                     : 8;
     alignas(64) float values[16];
     for (int code = 0; code < 16; code++) {
-      values[code] = scale * (is_codebook(w.kind) ? levels_of(w.kind)[code] : static_cast<float>(code - zero_point));
-      if (w.kind == Kind::kInt4o) values[code] += offset;  // a sum with 0 would lose the sign of -0
+      const float level = is_codebook(w.kind) ? levels_of(w.kind)[code] : static_cast<float>(code - zero_point);
+      values[code] = scale * (is_shifted ? level + shift : level);  // a sum with 0 would lose the sign of -0
+      if (w.kind == Kind::kInt4o) values[code] += offset;
     }
     const Levels levels(values);
     for (int64_t k = g * size; k < group_end; k += kRowLines * columns) {

@@ -71,7 +71,7 @@ void unpack_int(const Matrix& w, const int8_t* codebook, int64_t tile, int64_t c
     for (int v = 0; v < kVectors; v++) {
       const uint32_t* line = w.lines + ((tile + j) * n_lines + column / 8 * kLines) * 16 + v * kLanes;
       const uint32_t* const last = w.lines + ((tile + j) * n_lines + n_lines - 1) * 16 + v * kLanes;
-      const vi zero_point = zero_points[j * kVectors + v] * 0x10001;
+      const vi zero_point = (zero_points[j * kVectors + v] & 0xFFFF) * 0x10001;
       uint32_t* to = out + j * 16 + v * kLanes;
       for (int64_t i = 0; i < n_blocks8; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
@@ -84,7 +84,9 @@ void unpack_int(const Matrix& w, const int8_t* codebook, int64_t tile, int64_t c
             y = load_bits(line + 16);
           }
           if constexpr (kBits == 16) {
-            put(0, byte_pair<0>(x)), put(1, byte_pair<0>(y)), put(2, byte_pair<1>(x)), put(3, byte_pair<1>(y));
+            auto less = [&](vi pair) { return kCodes == Codes::kBytes ? pair : (vi)((vs)pair - (vs)zero_point); };
+            put(0, less(byte_pair<0>(x))), put(1, less(byte_pair<0>(y)));
+            put(2, less(byte_pair<1>(x))), put(3, less(byte_pair<1>(y)));
           } else {
             const vi bias = splat_int(biased(kCodes) ? static_cast<int32_t>(0x80808080u) : 0);
             put(0, x ^ bias), put(1, y ^ bias);

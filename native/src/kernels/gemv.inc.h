@@ -106,7 +106,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
 #pragma GCC unroll 4
     for (int i = 0; i < kV; i++) {
       vi zero_points = {};
-      if constexpr (kCodes == Codes::kNibbles) {
+      if constexpr (kCodes != Codes::kBytes) {
         zero_points = kPlain ? splat_int(8) : weights.zero_point_at(tile + tiles[i / kVectors], group, i % kVectors);
       }
 #pragma GCC unroll 16

@@ -39,6 +39,7 @@ void matmul_int(const Matrix& w, const IntActivations& x, float* y, int64_t ldy,
       return run(matmul_codes<Codes::kNibbles>);
     case Kind::kE2m1:
     case Kind::kIq4nl:
+    case Kind::kNl4:
       return run(matmul_codes<Codes::kLookedUp>);
     case Kind::kInt8:
     case Kind::kInt8o:

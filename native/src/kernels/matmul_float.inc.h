@@ -32,6 +32,7 @@ void matmul_float(const Matrix& w, const FloatActivations& x, float* y, int64_t 
     case Kind::kInt4o:
     case Kind::kE2m1:
     case Kind::kIq4nl:
+    case Kind::kNl4:
     case Kind::kInt8:
     case Kind::kInt8o:
       break;  // matmul_int (takes_integers)

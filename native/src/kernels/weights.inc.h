@@ -28,11 +28,19 @@ struct Scales {
     if (type == ScaleType::kF16) return f16_at(tile, group, v);
     if (type == ScaleType::kF32) return load(static_cast<const float*>(values) + index);
     const vf super = from_f16(supers + (tile * n_supers + (group >> super_shift)) * 16 + v * kLanes);
-    return super * __builtin_convertvector(from_bytes(static_cast<const int8_t*>(values) + index), vf);
+    vi bytes = from_bytes(static_cast<const int8_t*>(values) + index);
+    if (type == ScaleType::kShifted) bytes = bytes << 26 >> 26;
+    return super * __builtin_convertvector(bytes, vf);
+  }
+  // Minus the shifts, where the type is kShifted.
+  vi zero_points(int64_t tile, int64_t group, int64_t v) const {
+    const vi bytes = from_bytes(static_cast<const int8_t*>(values) + (tile * n_groups + group) * 16 + v * kLanes);
+    return splat_int(-kLowestShift) - (bytes >> 6 & 3) * kShiftStep;
   }
 
  private:
   static int shift_of(const Matrix& w) {
+    if (w.scale_type == ScaleType::kShifted) return 32;
     return w.scale_type == ScaleType::kInt8 ? __builtin_ctzll(static_cast<uint64_t>(kSuperColumns / w.group_size)) : 0;
   }
 };
@@ -90,6 +98,7 @@ struct IntWeights {
   // Of a vector of rows: what a block's integers are multiplied with, next to the scale of the activations.
   vf scale(int64_t tile, int64_t group, int64_t v) const { return scales.lanes(tile, group, v) * factor; }
   vi zero_point_at(int64_t tile, int64_t group, int64_t v) const {
+    if (scales.type == ScaleType::kShifted) return scales.zero_points(tile, group, v);
     if (zero_points == nullptr) return splat_int(zero_point);
     return zero_point_lanes(zero_points + (tile * scales.n_groups + group) * 16 + v * kLanes);
   }
@@ -124,11 +133,11 @@ inline vi eight_products(vi acc, vi w0, vi a0, vi w1, vi a1) {
   return dot_bytes(acc, w0, a0, w1, a1);
 }
 
-// What unsigned codes leave to be taken off a block's sum: zero point times the sum of the activations.
+// What is to be taken off a block's sum: zero point times the sum of the activations, and the bias of signed bytes.
 template <Codes kCodes, int kBits>
 inline vi start_of_sum(int32_t neg8_sum, vi zero_points) {
-  if constexpr (kCodes == Codes::kNibbles) return zero_points * neg8_sum >> 3;
-  return splat_int(kBits == 8 && biased(kCodes) ? 16 * neg8_sum : 0);
+  const vi bias = splat_int(kBits == 8 && biased(kCodes) ? 16 * neg8_sum : 0);
+  return kCodes == Codes::kBytes ? bias : bias + (zero_points * neg8_sum >> 3);
 }
 
 // What the offsets of a block's weights are multiplied with, next to the block's scale.
