@@ -122,7 +122,8 @@ def refine(
     h: npt.NDArray[np.float32],
     grid: Grid,
     n_rounds: int,
-    scales: npt.NDArray[np.uint16],
+    steps: npt.NDArray[np.float32],
+    scales: npt.NDArray[np.float32],
     qmins: npt.NDArray[np.float32],
     q: npt.NDArray[np.int8],
 ) -> None: ...
@@ -134,7 +135,8 @@ def search_scales(
     pivots: npt.NDArray[np.float32],
     multipliers: npt.NDArray[np.float32],
     grid: Grid,
-    scales: npt.NDArray[np.uint16],
+    steps: npt.NDArray[np.float32],
+    scales: npt.NDArray[np.float32],
     qmins: npt.NDArray[np.float32],
     errors: npt.NDArray[np.float32],
 ) -> None: ...

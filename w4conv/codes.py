@@ -201,10 +201,10 @@ def pack_shifted(scales: Array, shifts: Array) -> npt.NDArray[np.uint8]:
     return (scales.astype(np.int32) & 0x3F | index << 6).astype(np.uint8)
 
 
-def unpack_shifted(packed: npt.NDArray[np.uint8]) -> tuple[F32Array, F32Array]:
+def unpack_shifted(packed: Array) -> tuple[F32Array, F32Array]:
     """Inverse of `pack_shifted`: (scales, shifts)."""
-    scales = (packed << 2).view(np.int8) >> 2
-    return scales.astype(np.float32), np.array(SHIFTS, np.float32)[packed >> 6]
+    b = packed.astype(np.int32)
+    return ((b & 0x3F ^ 0x20) - 0x20).astype(np.float32), np.array(SHIFTS, np.float32)[b >> 6]
 
 
 def pack_matrix(
@@ -288,7 +288,7 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
         if scheme.has_shifts:
-            levels = levels + widened(unpack_shifted(of_rows("scales"))[1], "scales")
+            levels += widened(unpack_shifted(of_rows("scales"))[1], "scales")
     elif scheme.has_zero_points:
         levels = codes.astype(np.float32) - per_column("zero_points")
     else:

@@ -73,9 +73,8 @@ _ALL: Final = (
 KINDS: Final[Mapping[str, Kind]] = {kind.name: kind for kind in _ALL}
 FLOAT_KINDS: Final = tuple(kind.name for kind in _ALL if kind.is_float)
 
-GROUP_SIZES: Final = (32, 64, 128, 256, 0)  # that values are rounded in; 0: the whole row is one group
+GROUP_SIZES: Final = (16, 32, 64, 128, 256, 0)  # 0: the whole row is one group
 DEFAULT_GROUP_SIZE: Final = 128
-HELD_GROUP_SIZES: Final = (16, *GROUP_SIZES)
 GROUP_WORDS: Final = tuple("row" if size == 0 else str(size) for size in GROUP_SIZES)  # as a user says them
 SCALE_DTYPES: Final = ("f16", "f32", "i8", "s6")
 SUPER_COLUMNS: Final = 256  # that share a super-scale where scales are "i8"
@@ -86,8 +85,8 @@ class QuantScheme:
     """Coding of one tensor.
 
     kind: "int4" (symmetric), "int4z" (with zero point), "int4o" (with offset), "nf4", "fp4" and "e2m1" (16-entry
-        codebook), "iq4nl" (the same, of integers), "nl4" (these, with a shift for each group), "int8" (symmetric), "int8o" (with offset), "f16", "bf16", "f32"
-        (values kept as they are).
+        codebook), "iq4nl" (the same, of integers), "nl4" (these, with a shift for each group), "int8" (symmetric),
+        "int8o" (with offset), "f16", "bf16", "f32" (values kept as they are).
     group_size: consecutive columns of a row that share a scale; 0 means the whole row. 0 for float kinds.
     scale_dtype: "f16" or "f32"; "i8" for two levels: a byte for each group, and an FP16 super-scale for 256 columns;
         "s6", of nl4: 6 bits for each group, 2 more for its shift, and an FP16 super-scale for the row; "" for float
@@ -105,9 +104,9 @@ class QuantScheme:
             if self.group_size or self.scale_dtype:
                 raise UsageError(f"scheme {self.kind} has no groups and no scales")
             return
-        if self.group_size not in HELD_GROUP_SIZES:
+        if self.group_size not in GROUP_SIZES:
             raise UsageError(
-                f"group size {self.group_size} is not one of {', '.join(map(str, HELD_GROUP_SIZES))} (whole row)"
+                f"group size {self.group_size} is not one of {', '.join(map(str, GROUP_SIZES))} (whole row)"
             )
         if self.scale_dtype not in SCALE_DTYPES:
             raise UsageError(f"scale dtype {self.scale_dtype!r} is not one of {', '.join(SCALE_DTYPES)}")

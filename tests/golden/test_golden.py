@@ -17,7 +17,7 @@ from w4conv import codes, kernels
 from w4conv.container import open_container
 from w4conv.models import known_architectures
 from w4conv.quantization.reference import quantize_codes, quantize_rtn
-from w4conv.scheme import HELD_GROUP_SIZES, KINDS, SCALE_DTYPES
+from w4conv.scheme import GROUP_SIZES, KINDS, SCALE_DTYPES
 from w4conv.sources import open_source
 
 GOLDEN = json.loads(DIGESTS.read_text())
@@ -73,7 +73,7 @@ def test_the_cases_have_every_architecture_and_scheme(folder: Path) -> None:
         with open_container(convert(case, folder)) as container:
             schemes |= {tensor.scheme for tensor in container.tensors.values()}
     assert {scheme.kind for scheme in schemes} == set(KINDS)
-    assert {scheme.group_size for scheme in schemes} == set(HELD_GROUP_SIZES)
+    assert {scheme.group_size for scheme in schemes} == set(GROUP_SIZES)
     assert {scheme.scale_dtype for scheme in schemes} == {"", *SCALE_DTYPES}
     two_levels = {scheme.kind for scheme in schemes if scheme.is_two_level}
     assert two_levels == {"int4", "int4o", "iq4nl", "int8", "int8o"}

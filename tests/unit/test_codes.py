@@ -30,7 +30,7 @@ COLUMNS_PER_DWORD = dict.fromkeys(FOUR_BITS, 8) | {"int8": 4, "int8o": 4, "f16":
 
 def schemes_with_groups() -> list[QuantScheme]:
     kinds = (*FOUR_BITS, "int8", "int8o")
-    plain = [QuantScheme(k, g, d) for k in kinds for g in scheme.HELD_GROUP_SIZES for d in ("f16", "f32")]
+    plain = [QuantScheme(k, g, d) for k in kinds for g in scheme.GROUP_SIZES for d in ("f16", "f32")]
     return plain + [QuantScheme(k, g, "i8") for k in kinds for g in (16, 32, 64, 128)]
 
 

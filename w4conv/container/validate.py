@@ -258,7 +258,7 @@ class _IndexWalk:
             known = ", ".join(scheme.SCALE_DTYPES)
             self._fail("3.7", f"{name}: scale_dtype is {_short(scale_dtype)}, expected one of {known}")
         if not isinstance(group_size, int) or isinstance(group_size, bool):
-            self._fail("3.7", f"{name}: group_size is {_short(group_size)}, expected one of {scheme.HELD_GROUP_SIZES}")
+            self._fail("3.7", f"{name}: group_size is {_short(group_size)}, expected one of {scheme.GROUP_SIZES}")
         try:
             coding = QuantScheme(kind, group_size, scale_dtype)
         except UsageError as error:

@@ -16,14 +16,15 @@ from w4conv.kernels.convert import (
     compare,
     compare_with_source,
     pack_float,
-    quantize_rtn,
 )
 from w4conv.kernels.multiply import PASS_TOKENS, dequantize, matmul, matrix_parts, multiply_registers, read
+from w4conv.kernels.nearest import SHIFTED, pack_steps, quantize_rtn, steps_of
 from w4conv.kernels.pool import as_bytes, starting_threads
 from w4conv.kernels.tiers import build_info, dot_instruction, explain_sigbus, isa_tier, isa_tiers
 
 __all__ = [
     "PASS_TOKENS",
+    "SHIFTED",
     "BadValueError",
     "Difference",
     "PackedRows",
@@ -44,10 +45,12 @@ __all__ = [
     "matrix_parts",
     "multiply_registers",
     "pack_float",
+    "pack_steps",
     "quantize_rtn",
     "read",
     "refine",
     "search_scales",
     "solve_rows",
     "starting_threads",
+    "steps_of",
 ]

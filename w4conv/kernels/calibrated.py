@@ -46,7 +46,7 @@ def gptq_round(
     group: npt.NDArray[np.int32],
     scales: F32Array,
     q_min: F32Array,
-    factor: F32Array,
+    factor: F32Array | None,
     *,
     grid: codes.Grid,
     threads: int | None = None,
@@ -54,9 +54,12 @@ def gptq_round(
     """Round columns with GPTQ's column update: q (n_tiles, n_columns, 16). Bit for bit `reference_gptq.gptq_round`.
 
     w: (n_tiles, n_columns, 16); group: (n_columns,), the group of each column; scales, q_min (the lowest integer of a
-    group): (n_tiles, n_groups, 16); factor: (n_columns, n_columns), as `factor` gives it.
+    group, or its shift): (n_tiles, n_groups, 16); factor: (n_columns, n_columns), as `factor` gives it, or None: each
+    column is rounded to nearest.
     """
     q = np.empty(w.shape, np.int8)
+    if factor is None:
+        factor = np.empty((0, w.shape[1]), np.float32)
     pool = native_pool(threads)
     _native.gptq_round(pool, w, group, scales, q_min, factor, _native_grid(grid), q)
     return q
@@ -107,7 +110,8 @@ def search_scales(
     """Scales, q_min and errors, each (n_tiles, n_groups, 16). Bit for bit `reference_gptq.search_scales`.
 
     w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size) as `factor` gives them, or None; pivots:
-    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`. A last group of n < group_size columns has its factor (n, n) in the
+    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`.
+    A last group of n < group_size columns has its factor (n, n) in the
     first n * n values.
     """
     if factors is None:

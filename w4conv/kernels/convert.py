@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from w4conv import _native, codes
 from w4conv.arrays import VALUE_DTYPES, Array, F32Array
-from w4conv.errors import UsageError
 from w4conv.kernels.multiply import matrix_parts
 from w4conv.kernels.pool import as_bytes, native_pool
-from w4conv.scheme import KINDS, TILE_ROWS, QuantScheme
+from w4conv.scheme import TILE_ROWS, QuantScheme
 
 
 class BadValueError(ValueError):
@@ -25,32 +24,25 @@ class BadValueError(ValueError):
 
 
 class PackedRows(NamedTuple):
-    """codes: (n_tiles, n_lines, 16) uint32; scales: (n_tiles, n_groups, 16) float16; zero_points: uint8 of the same
-    shape for int4z, else None.
+    """codes: (n_tiles, n_lines, 16) uint32; scales: (n_tiles, n_groups, 16) float16, or with shifts uint8; zero_points:
+    uint8 of that shape for int4z, else None; super_scales: (n_tiles, 1, 16) float16 with shifts, else None.
 
-    n_underflowed: groups of nonzero values whose scale is zero in FP16, so that all their levels are zero.
+    n_underflowed: groups of nonzero values whose scale is zero, so that all their levels are zero.
     """
 
     codes: npt.NDArray[np.uint32]
-    scales: npt.NDArray[np.float16]
+    scales: npt.NDArray[Any]
     zero_points: npt.NDArray[np.uint8] | None
     n_underflowed: int
+    super_scales: npt.NDArray[np.float16] | None = None
 
     def parts(self) -> dict[str, Array]:
         """By the names of w4-codes 4, in their order."""
-        parts: dict[str, Array] = {"codes": self.codes, "scales": self.scales}
-        return parts if self.zero_points is None else parts | {"zero_points": self.zero_points}
-
-
-def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
-    """The nearest codes of (n_rows, n_columns) values, bit for bit `quantization.reference`.
-
-    values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole number of tiles
-    (16 rows) may be coded one after another and concatenated. Raises BadValueError.
-    """
-    if scheme.is_float or not KINDS[scheme.kind].is_rounded_to or scheme.scale_dtype != "f16":
-        raise UsageError(f"no native quantizer for scheme {scheme}")
-    return _convert(values, dtype, scheme, threads)
+        found = {
+            "codes": self.codes, "scales": self.scales,
+            "super_scales": self.super_scales, "zero_points": self.zero_points,
+        }  # fmt: skip
+        return {kind: part for kind, part in found.items() if part is not None}
 
 
 def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> npt.NDArray[np.uint32]:
@@ -58,10 +50,12 @@ def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int |
 
     Raises BadValueError for NaN, infinity, and values that the new type cannot hold.
     """
-    return _convert(values, dtype, scheme, threads).codes
+    return convert_rows(values, dtype, scheme, threads).codes
 
 
-def _convert(values: Array, dtype: str, scheme: QuantScheme, threads: int | None) -> PackedRows:
+def convert_rows(values: Array, dtype: str, scheme: QuantScheme, threads: int | None) -> PackedRows:
+    """Values (n_rows, n_columns) as `quantize_rtn` takes them, in a scheme with FP16 scales or a float kind. Raises
+    BadValueError."""
     n_rows, n_columns = values.shape
     if values.dtype != VALUE_DTYPES[dtype]:
         raise TypeError(f"values of dtype {dtype} are {VALUE_DTYPES[dtype]} arrays, not {values.dtype}")

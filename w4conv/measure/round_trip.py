@@ -184,13 +184,19 @@ class _Block:
             found = kernels.compare(codes.as_f32(self.values, self.dtype), dequantized, max(dequantized.size, 1))
             same_type = scheme.kind == self.dtype.lower()
             return found._replace(reproduced=same_type and self._equal("values", self.values))
-        rounded = KINDS[scheme.kind].is_rounded_to and (scheme.is_float or scheme.scale_dtype == "f16")
-        reproduce = rounded and not kept
+        native = KINDS[scheme.kind].is_rounded_to and (scheme.is_float or scheme.scale_dtype == "f16")
+        reproduce = native and not kept
         group_size = scheme.group_size or self.values.shape[1]
         found = kernels.compare_with_source(
             self.values, self.dtype, scheme, self.parts, group_size, reproduce=reproduce, threads=threads
         )
-        return found._replace(reproduced=kept or found.reproduced)
+        again = not kept and not scheme.is_float and scheme.has_shifts and self._is_made_again(threads)
+        return found._replace(reproduced=kept or again or found.reproduced)
+
+    def _is_made_again(self, threads: int | None) -> bool:
+        """Whether rounding the values to nearest gives these bytes."""
+        packed = kernels.quantize_rtn(self.values, self.dtype, self.info.scheme, threads=threads)
+        return all(self._equal(kind, part) for kind, part in packed.parts().items())
 
     def _is_kept(self) -> bool:
         if self.coded is None:

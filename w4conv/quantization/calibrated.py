@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import F32Array
-from w4conv.quantization.reference_gptq import codes_of, level_of, levels_of
-from w4conv.scheme import SHIFTS, TILE_ROWS, TOP_SCALE, QuantScheme
+from w4conv.quantization.reference_gptq import levels_of
+from w4conv.scheme import SHIFTS, TILE_ROWS, QuantScheme
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -48,9 +48,6 @@ SHRINKS: Final = (
     *((1 - i / 20, 1 - i / 20) for i in range(9)),
     *((1 - i / 10, 1.0) for i in range(1, 5)), *((1.0, 1 - i / 10) for i in range(1, 5)),
 )  # fmt: skip
-# With shifts: each scale with each of them. STEPPING: the few by which the step of a row's scales is found.
-SHIFTED: Final = tuple((sign * (124 - 8 * i) / 100, shift) for i in range(9) for shift in SHIFTS for sign in (1, -1))
-STEPPING: Final = tuple((sign * m, shift) for m in (1.15, 0.95, 0.75) for shift in SHIFTS for sign in (1, -1))
 QUERY_DAMPING_PERCENT: Final = 1  # of the mean of the diagonal of Q
 REFINEMENTS: Final = 2  # rounds of coordinate descent; more gain little
 JUDGED_ROWS: Final = 256  # candidates are compared on so many rows, spread over the matrix
@@ -225,11 +222,7 @@ def solve(
 
 
 def _stored_scales(r: _Rounding) -> npt.NDArray[np.generic]:
-    if r.steps is None:
-        return r.scales.astype(np.float16)
-    steps = np.where(r.steps == 0, np.float32(1), r.steps)[:, None]
-    packed = codes.pack_shifted(np.rint(r.scales / steps), r.q_min)
-    return np.where(r.scales == 0, np.uint8(0), packed)
+    return r.scales.astype(np.float16) if r.steps is None else kernels.pack_steps(r.scales, r.q_min, r.steps)
 
 
 def _zero_points(q_min: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
@@ -250,8 +243,8 @@ class _Scales:
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of); scales: (n_tiles, n_groups, 16), as stored; q_min: the
-    lowest integer of each group, minus its zero point where it has one, or its shift; of that shape. steps: (n_tiles,
+    """q: (n_tiles, n_columns, 16) int8 (reference_gptq.codes_of). scales: (n_tiles, n_groups, 16), as stored. q_min: of
+    that shape, the lowest integer of each group, minus its zero point where it has one, or its shift. steps: (n_tiles,
     16), of which scales are multiples, where the grid has shifts."""
 
     q: npt.NDArray[np.int8]
@@ -323,7 +316,7 @@ class _Problem:
 
     def _multipliers(self) -> F32Array:
         if self._grid.shifts:
-            return np.array(SHIFTED, np.float32)
+            return np.array(kernels.SHIFTED, np.float32)
         if self._grid.is_asymmetric:
             return np.array(SHRINKS, np.float32)
         return np.array(MULTIPLIERS, np.float32)
@@ -389,9 +382,7 @@ class _Problem:
         starts = np.arange(0, self._w.shape[1], self._size)
         return int(np.logical_or.reduceat(lost, starts, axis=1).sum())
 
-    def _search(
-        self, tiles: F32Array, multipliers: F32Array, *, whole: bool
-    ) -> _Scales:
+    def _search(self, tiles: F32Array, multipliers: F32Array, *, whole: bool) -> _Scales:
         """Scales of the least error of nearest codes, weighted by the mean squares of the inputs.
 
         whole: of the least output error of the group after GPTQ's column updates.
@@ -399,7 +390,10 @@ class _Problem:
         n, size = self._w.shape[1], self._size
         pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
         groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, pivots)
-        steps = self._steps(tiles) if self._grid.shifts else None
+        steps = None
+        if self._grid.shifts:
+            squares = np.ascontiguousarray(np.diag(self._inputs.fit))
+            steps = kernels.steps_of(tiles, squares, size, self._grid, threads=self._threads)
         scales, q_min, errors = kernels.search_scales(
             np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
             grid=self._grid, steps=steps, threads=self._threads,
@@ -410,20 +404,9 @@ class _Problem:
             raise ScaleError(found if self._rows is None else int(self._rows[found]), group * size)
         return _Scales(scales, q_min, steps)
 
-    def _steps(self, tiles: F32Array) -> F32Array:
-        """Of the scales of each row: the largest of them, found by few candidates and without steps, is TOP_SCALE."""
-        pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
-        multipliers = np.array(STEPPING, np.float32)
-        scales, _, _ = kernels.search_scales(
-            tiles, self._size, None, pivots, multipliers, grid=self._grid, threads=self._threads
-        )
-        step: F32Array = (np.abs(scales).max(axis=1) / np.float32(TOP_SCALE)).astype(np.float16).astype(np.float32)
-        return step
-
     def _nearest(self, tiles: F32Array, s: _Scales) -> _Rounding:
-        q_min = self.wide(s.q_min)
-        levels = level_of(tiles, self.wide(s.scales), q_min, self._grid)
-        return _Rounding(codes_of(levels, q_min, self._grid), s.scales, s.q_min, s.steps)
+        q = kernels.gptq_round(tiles, self._group, s.scales, s.q_min, None, grid=self._grid, threads=self._threads)
+        return _Rounding(q, s.scales, s.q_min, s.steps)
 
     def _gptq(self, tiles: F32Array, s: _Scales) -> _Rounding:
         order = self._inputs.order
@@ -483,12 +466,9 @@ def _spread(n_rows: int, n: int) -> npt.NDArray[np.intp]:
 
 def tiled(w: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     """(n_rows, n_columns) -> (n_tiles, n_columns, 16), rows padded with zeros."""
-    n_rows, n_columns = w.shape
-    padded = np.zeros((codes.n_tiles(n_rows) * TILE_ROWS, n_columns), w.dtype)
-    padded[:n_rows] = w
-    return np.ascontiguousarray(padded.reshape(-1, TILE_ROWS, n_columns).transpose(0, 2, 1))
+    return np.asarray(codes.pack_rows(w[None])[0])
 
 
 def untiled(tiles: npt.NDArray[Scalar], n_rows: int) -> npt.NDArray[Scalar]:
     """Inverse of `tiled`."""
-    return np.ascontiguousarray(tiles.transpose(0, 2, 1)).reshape(-1, tiles.shape[1])[:n_rows]
+    return np.asarray(codes.unpack_rows(tiles[None], n_rows)[0])

@@ -75,7 +75,7 @@ def level_of(x: F32Array, scale: F32Array, q_min: F32Array, grid: Grid) -> F32Ar
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if grid.is_codebook:
-            level = grid.levels[np.searchsorted(_middles(grid), x * (np.float32(1) / scale) - q_min, side="left")] + q_min
+            level = grid.levels[np.searchsorted(_middles(grid), x * (np.float32(1) / scale) - q_min)] + q_min
         else:
             level = np.rint(np.clip(x / scale, q_min, q_min + np.float32(grid.span)))
     return np.where(scale == 0, np.float32(0), level).astype(np.float32)
@@ -174,8 +174,9 @@ def search_scales(
 
     Each pair of multipliers (n_candidates, 2) gives a candidate. Symmetric: the unrounded scale of round-to-nearest
     times the first, as it is stored; the second is the shift of a codebook. Asymmetric: round-to-nearest of the largest
-    value times the first and the smallest times the second. Candidates beyond FP16 are left out. The first with the least sum_j pivots[j] r_j^2
-    wins; r_j is the error of column j at its target, with GPTQ's column update, or without `unit` to the nearest level.
+    value times the first and the smallest times the second. Candidates beyond FP16 are left out. The first with the
+    least sum_j pivots[j] r_j^2 wins; r_j is the error of column j at its target, with GPTQ's column update, or without
+    `unit` to the nearest level.
     """
     largest, smallest = w.max(axis=1), w.min(axis=1)
     extreme = np.where(largest > -smallest, largest, smallest)

@@ -55,13 +55,15 @@ void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const Flo
   require(scales.shape(0) == n_tiles && qmins.shape(0) == n_tiles && qmins.shape(1) == n_groups && q.shape(0) == n_tiles &&
               q.shape(1) == n,
           "scales, qmins or codes: wrong shape");
-  require(group.size() == n && factor.shape(0) == n && factor.shape(1) == n, "group or factor: wrong shape");
+  require(group.size() == n && (factor.shape(0) == 0 || factor.shape(0) == n) && factor.shape(1) == n,
+          "group or factor: wrong shape");
   for (size_t i = 0; i < n; i++) {
     require(group.data()[i] >= 0 && static_cast<size_t>(group.data()[i]) < n_groups, "no such group");
   }
   const WithoutGil without_gil;
   gptq_round(kernels(), pool, w.data(), static_cast<int64_t>(n_tiles), static_cast<int64_t>(n), group.data(), scales.data(),
-             qmins.data(), static_cast<int64_t>(n_groups), factor.data(), grid, q.data());
+             qmins.data(), static_cast<int64_t>(n_groups), factor.shape(0) == 0 ? nullptr : factor.data(), grid,
+             q.data());
 }
 
 void bound_solve(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor, const Floats& pivots) {

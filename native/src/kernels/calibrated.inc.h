@@ -160,20 +160,27 @@ void solve_rows(float* x, int64_t n, int64_t n_rows, const float* factor, const 
 }
 
 // The GPTQ column update: q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - level *
-// scale goes to the columns before it. group[j]: whose scale column j has; scales, qmins (the lowest integers):
+// scale goes to the columns before it, or nowhere where `factor` is null. group[j]: whose scale column j has; scales, qmins (the lowest integers):
 // [tile][n_groups][16]. acc: n * kChunkRows floats.
 void gptq_round(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales, const float* qmins,
                 int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc) {
-  clear(acc, n * kChunkRows);
   on(grid, [&](auto levels) {
-    sweep<false>(n, factor, n, n_rows, acc, [&](int64_t j, int64_t r, vf fed) {
+    const auto step = [&](int64_t j, int64_t r, vf fed) {
       const int64_t at = in_tiles(n, j, r), of_group = in_tiles(n_groups, group[j], r);
       const vf scale = load(scales + of_group), original = load(w + at);
       const vf low = load(qmins + of_group), level = levels.nearest(original + fed, scale, low);
       const vf code = levels.codes(level, low);
       for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
       return original - level * scale;
-    });
+    };
+    if (factor == nullptr) {
+      for (int64_t j = 0; j < n; j++) {
+        for (int64_t r = 0; r < n_rows; r += kLanes) step(j, r, vf{});
+      }
+      return;
+    }
+    clear(acc, n * kChunkRows);
+    sweep<false>(n, factor, n, n_rows, acc, step);
   });
 }
 
