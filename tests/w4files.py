@@ -36,7 +36,8 @@ ALL_SCHEMES = [
 SCHEMES_OF_1_1 = [
     *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
     *(QuantScheme(kind, 16, "f16") for kind in ("int4", "e2m1", "int8", "int8o")),
-    *(QuantScheme(kind, size, "i8") for kind in scheme.KINDS if kind not in scheme.FLOAT_KINDS for size in (16, 128)),
+    *(QuantScheme(k, size, "i8") for k, kind in scheme.KINDS.items() if not kind.is_float and not kind.has_shifts for size in (16, 128)),
+    *(QuantScheme("nl4", size, "s6") for size in (16, 128)),
 ]
 
 
@@ -56,6 +57,8 @@ def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> di
         shape = n_matrices, n_rows, part.n_runs(n_columns)
         if kind == "zero_points":
             numbers = rng.integers(0, 16, shape, np.uint8)
+        elif part.dtype == np.uint8:
+            numbers = rng.integers(0, 256, shape, np.uint8)
         elif part.dtype == np.int8:
             numbers = rng.integers(-128, 128, shape, np.int8)
         elif coding.kind == "e2m1" and kind == "scales":  # as MXFP4 has them

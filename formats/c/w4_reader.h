@@ -38,13 +38,13 @@ extern "C" {
 #define W4_MAX_RANK 8
 
 typedef enum {
-    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_IQ4NL, W4_INT8, W4_INT8O, W4_F16, W4_BF16, W4_F32,
+    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_IQ4NL, W4_NL4, W4_INT8, W4_INT8O, W4_F16, W4_BF16, W4_F32,
     W4_N_SCHEMES
 } w4_scheme;
 typedef enum {
     W4_CODES, W4_SCALES, W4_SUPER_SCALES, W4_ZERO_POINTS, W4_OFFSETS, W4_SUPER_OFFSETS, W4_VALUES
 } w4_kind;
-typedef enum { W4_SCALE_F16, W4_SCALE_F32, W4_SCALE_I8 } w4_scale; /* I8: a byte times a super-scale */
+typedef enum { W4_SCALE_F16, W4_SCALE_F32, W4_SCALE_I8, W4_SCALE_S6 } w4_scale; /* I8, S6: a byte, and a super-scale */
 
 #define W4_MAX_PARTS 5
 
@@ -70,7 +70,7 @@ typedef struct {
     uint64_t shape[W4_MAX_RANK]; /* outermost axis first */
     uint64_t n_matrices, n_rows, n_columns; /* rank 0 and 1 count as one row */
     uint64_t n_groups; /* of a row */
-    uint64_t n_supers; /* super-scales of a row; 0 unless scale is W4_SCALE_I8 */
+    uint64_t n_supers; /* super-scales of a row; 0 unless scale is W4_SCALE_I8 or W4_SCALE_S6 */
     uint32_t n_parts;
     w4_part parts[W4_MAX_PARTS];
 } w4_tensor;
@@ -660,8 +660,8 @@ static int w4__provenance(const w4_file *f, const uint8_t *object) { /* 3.5 */
 /* w4-codes 2: schemes. */
 
 static const char *const w4__scheme_names[W4_N_SCHEMES] = {"int4",  "int4z", "int4o", "nf4", "fp4",  "e2m1",
-                                                           "iq4nl", "int8",  "int8o", "f16", "bf16", "f32"};
-static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 4, 8, 8, 16, 16, 32};
+                                                           "iq4nl", "nl4",   "int8",  "int8o", "f16", "bf16", "f32"};
+static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 4, 4, 8, 8, 16, 16, 32};
 
 const char *w4_scheme_name(w4_scheme scheme) { return w4__scheme_names[scheme]; }
 
@@ -684,17 +684,16 @@ static const uint32_t w4__iq4nl[16] = {0xc2fe0000u, 0xc2d00000u, 0xc2a60000u, 0x
                                        0x42540000u, 0x428a0000u, 0x42b20000u, 0x42e20000u};
 
 static const uint32_t *w4__codebook(w4_scheme scheme) { /* or NULL */
-    return scheme == W4_NF4     ? w4__nf4
-           : scheme == W4_FP4   ? w4__fp4
-           : scheme == W4_E2M1  ? w4__e2m1
-           : scheme == W4_IQ4NL ? w4__iq4nl
-                                : NULL;
+    if (scheme == W4_IQ4NL || scheme == W4_NL4) return w4__iq4nl;
+    return scheme == W4_NF4 ? w4__nf4 : scheme == W4_FP4 ? w4__fp4 : scheme == W4_E2M1 ? w4__e2m1 : NULL;
 }
 
 enum { W4__CODEBOOK, W4__GROUP_SIZE, W4__NAME, W4__PARTS, W4__SCALE_DTYPE, W4__SCHEME, W4__SHAPE, W4__SOURCE_DTYPE };
 
+static int w4__is_two_level(const w4_tensor *t) { return t->scale == W4_SCALE_I8 || t->scale == W4_SCALE_S6; }
+
 static int w4__scheme(w4_tensor *t, const uint8_t *const *values, uint32_t minor) { /* 3.7 */
-    static const char *const scales[] = {"f16", "f32", "i8"};
+    static const char *const scales[] = {"f16", "f32", "i8", "s6"};
     uint64_t group_size;
     const uint32_t *table;
     int scheme = 0, scale = 0;
@@ -702,14 +701,15 @@ static int w4__scheme(w4_tensor *t, const uint8_t *const *values, uint32_t minor
     if (scheme == W4_N_SCHEMES) return 0;
     t->scheme = (w4_scheme)scheme;
     if (w4__is_float(t->scheme)) return 1;
-    while (scale < 3 && !w4__is(values[W4__SCALE_DTYPE], scales[scale])) scale++;
-    if (scale == 3) return 0;
+    while (scale < 4 && !w4__is(values[W4__SCALE_DTYPE], scales[scale])) scale++;
+    if (scale == 4) return 0;
     t->scale = (w4_scale)scale;
+    if ((t->scheme == W4_NL4) != (t->scale == W4_SCALE_S6)) return 0; /* w4-codes 2.1, 2.6 */
     if (!w4__integer(values[W4__GROUP_SIZE], 256, &group_size)) return 0;
     if (group_size != 0 && (group_size < 16 || (group_size & (group_size - 1)))) return 0;
     t->group_size = (uint32_t)group_size;
-    if (t->scale == W4_SCALE_I8 && (group_size == 0 || group_size == 256)) return 0; /* w4-codes 2.5 */
-    if (minor < 1 && (t->scale == W4_SCALE_I8 || group_size == 16 || scheme == W4_IQ4NL || scheme == W4_INT8O)) return 0;
+    if (w4__is_two_level(t) && (group_size == 0 || group_size == 256)) return 0; /* w4-codes 2.5, 2.6 */
+    if (minor < 1 && (w4__is_two_level(t) || group_size == 16 || scheme == W4_IQ4NL || scheme == W4_INT8O)) return 0;
     table = w4__codebook(t->scheme);
     if (table) {
         const uint8_t *entry = values[W4__CODEBOOK];
@@ -744,6 +744,7 @@ static int w4__shape(w4_tensor *t, const uint8_t *array) { /* 3.8; w4-codes 1.1 
     if (!w4__is_float(t->scheme) && t->n_columns)
         t->n_groups = t->group_size ? (t->n_columns + t->group_size - 1) / t->group_size : 1;
     if (t->scale == W4_SCALE_I8) t->n_supers = (t->n_columns + 255) / 256;
+    if (t->scale == W4_SCALE_S6) t->n_supers = t->n_columns > 0;
     return 1;
 }
 
@@ -773,7 +774,7 @@ static uint32_t w4__part_sizes(const w4_tensor *t, w4_kind kinds[W4_MAX_PARTS], 
     sizes[0] = t->rank < 2 ? t->n_columns * (w4__bits[t->scheme] / 8) : tiled;
     if (w4__is_float(t->scheme)) return 1;
     kinds[n++] = W4_SCALES;
-    if (t->scale == W4_SCALE_I8) kinds[n++] = W4_SUPER_SCALES;
+    if (w4__is_two_level(t)) kinds[n++] = W4_SUPER_SCALES;
     if (t->scheme == W4_INT4Z) kinds[n++] = W4_ZERO_POINTS;
     if (w4__has_offsets(t->scheme)) kinds[n++] = W4_OFFSETS;
     if (w4__has_offsets(t->scheme) && t->scale == W4_SCALE_I8) kinds[n++] = W4_SUPER_OFFSETS;
@@ -1067,6 +1068,7 @@ static int w4__i8(uint32_t byte) { return byte > 127 ? (int)byte - 256 : (int)by
 static float w4__scale(const w4_tensor *t, const uint8_t *p, const uint8_t *supers, uint64_t group) { /* or an offset */
     if (t->scale == W4_SCALE_F32) return w4__f32(w4__u32(p + 64 * group));
     if (t->scale == W4_SCALE_F16) return w4__f16(w4__u16(p + 32 * group));
+    if (t->scale == W4_SCALE_S6) return w4__f16(w4__u16(supers)) * (float)(w4__i8(p[16 * group] << 2 & 255u) / 4); /* 2.6 */
     return w4__f16(w4__u16(supers + 32 * (group * t->group_size / 256))) * (float)w4__i8(p[16 * group]); /* 2.5 */
 }
 
@@ -1122,6 +1124,7 @@ void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
             case W4_INT4Z: level = (float)((int)code - (int)points[16 * group]); break;
             case W4_INT4O: level = (float)code; break;
             case W4_NF4: case W4_FP4: case W4_E2M1: case W4_IQ4NL: level = w4__f32(w4__codebook(t->scheme)[code]); break;
+            case W4_NL4: level = w4__f32(w4__codebook(t->scheme)[code]) + (float)(scales[16 * group] >> 6) * 8.0f - 12.0f; break;
             default: level = (float)w4__i8(code); break;
         }
         product = level * scale; /* 5.1 */

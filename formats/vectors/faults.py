@@ -431,13 +431,20 @@ def faults_of_1_1() -> Iterator[Fault]:
     w = ("tensors", 0)
     for name, arguments in {
         "iq4nl": ((3, 9), "iq4nl", 32), "int8o": ((3, 9), "int8o", 32), "group-of-16": ((3, 9), "int4", 16),
-        "two-levels": ((3, 9), "int4", 32, "i8"),
+        "two-levels": ((3, 9), "int4", 32, "i8"), "nl4": ((3, 9), "nl4", 32, "s6"),
     }.items():  # fmt: skip
         yield Fault(f"{name}-in-1.0", "3.7", ("3.7/5",), file_of(*arguments, minor=0))
     two = ((3, 300), "int4o", 32, "i8")
     for size in (0, 256):
         change = put(*w, "group_size", to=size)
         yield Fault(f"two-levels-of-{size}", "3.7", ("codes 2.5/1",), file_of(*two, change=change))
+    nl4 = ((3, 300), "nl4", 32, "s6")
+    for size in (0, 256):
+        yield Fault(f"nl4-of-{size}", "3.7", ("codes 2.6/1",), file_of(*nl4, change=put(*w, "group_size", to=size)))
+    for scheme, of, to in (("nl4", "s6", "i8"), ("nl4", "s6", "f16"), ("int4", "i8", "s6"), ("iq4nl", "i8", "s6")):
+        change = put(*w, "scale_dtype", to=to)
+        yield Fault(f"{scheme}-with-{to}", "3.7", ("3.7/2",), file_of((3, 9), scheme, 32, of, change=change))
+    yield Fault("nl4-super-scales-by-256", "3.9", ("3.9/2",), file_of(*nl4, change=put(*w, "parts", 2, "nbytes", to=64)))
     for name, size in (("group-size-8", 8), ("group-size-24", 24)):
         yield Fault(name, "3.7", ("3.7/2",), file_of((3, 9), "int4", 16, change=put(*w, "group_size", to=size)))
     iq4nl = tensor("w", (3, 9), "iq4nl", 32)
@@ -462,6 +469,10 @@ def faults_of_1_1() -> Iterator[Fault]:
         ("super-offset-nan", "4.6/1", int4o, "super_offsets", 32, b"\x01\xfe"),
         ("column-padding-int8o", "4.5/1", int8o, "codes", 64 + 1, b"\1"),
         ("row-padding-iq4nl", "4.5/1", iq4nl, "codes", 4 * 15, b"\x08"),
+        ("row-padding-nl4", "4.5/1", tensor("w", *nl4), "codes", 4 * 15, b"\x09"),
+        ("row-padding-of-shifts", "4.5/1", tensor("w", *nl4), "scales", 3, b"\x40"),
+        ("row-padding-of-super-scales-of-rows", "4.5/1", tensor("w", *nl4), "super_scales", 2 * 3, b"\1"),
+        ("super-scale-of-a-row-nan", "4.6/1", tensor("w", *nl4), "super_scales", 0, b"\x01\x7e"),
     ):  # fmt: skip
         file = make([t])
         start = file.places[list(t.parts).index(kind)][0] + at

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 BITS = {
     "int4": 4, "int4z": 4, "int4o": 4, "nf4": 4, "fp4": 4, "e2m1": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32,
-    "iq4nl": 4, "int8o": 8,  # from version 1.1 on
+    "iq4nl": 4, "int8o": 8, "nl4": 4,  # from version 1.1 on
 }  # fmt: skip
 FLOATS = ("f16", "bf16", "f32")
 PAD = {"int4": 8, "int4z": 8, "nf4": 7}  # w4-codes 3.5; 0 for the others
@@ -39,8 +39,9 @@ _IQ4NL = (
     "3f800000 41500000 41c80000 42180000 42540000 428a0000 42b20000 42e20000"
 )
 NF4, FP4 = _NF4.split(), _FP4.split()  # w4-codes 2.3
-CODEBOOKS = {"nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split(), "iq4nl": _IQ4NL.split()}
-NEW_IN_1_1 = ("iq4nl", "int8o")
+CODEBOOKS = {"nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split(), "iq4nl": _IQ4NL.split(), "nl4": _IQ4NL.split()}
+NEW_IN_1_1 = ("iq4nl", "int8o", "nl4")
+SHIFTED = ("nl4",)  # w4-codes 2.6: their scales are s6, and those of no other
 
 Index = dict[str, Any]
 
@@ -110,18 +111,20 @@ def tensor(
     zeros = [b & 15 for b in noise(f"zeros {name} {scheme}", n_scales)]
     has_offsets = scheme in ("int4o", "int8o")
     offsets = scale_bits(f"offsets {name} {scheme}", n_scales, scale_dtype) if has_offsets else []
-    letter, number_type = {"f16": ("<H", "<f2"), "f32": ("<I", "<f4"), "i8": ("<B", "i1")}[scale_dtype]
+    letter, number_type = {"f16": ("<H", "<f2"), "f32": ("<I", "<f4"), "i8": ("<B", "i1"), "s6": ("<B", "u1")}[scale_dtype]
     per_scale, half = struct.Struct(letter), struct.Struct("<H")
-    n_supers = up(n_columns, 256) // 256  # w4-codes 2.5
+    n_supers = min(n_columns, 1) if scale_dtype == "s6" else up(n_columns, 256) // 256  # w4-codes 3.3
     supers = scale_bits(f"super scales {name} {scheme}", n_matrices * n_rows * n_supers, "f16")
     super_offsets = scale_bits(f"super offsets {name} {scheme}", n_matrices * n_rows * n_supers, "f16")
 
     def number(bits: int, above: Sequence[int], i: int) -> np.float32:
         """A scale or an offset; i: of the value that it belongs to."""
         found = np.float32(np.frombuffer(per_scale.pack(bits), number_type)[0])
-        if scale_dtype != "i8":
+        if scale_dtype not in ("i8", "s6"):
             return found
-        place = i // n_columns * n_supers + i % n_columns // 256
+        if scale_dtype == "s6":
+            found = np.float32(bits % 64 - 64 * (bits % 64 > 31))
+        place = i // n_columns * n_supers + (0 if scale_dtype == "s6" else i % n_columns // 256)
         return found * np.float32(np.frombuffer(half.pack(above[place]), "<f2")[0])
 
     codes_of = list(raw) if BITS[scheme] == 8 else [b & 15 for b in raw]
@@ -130,7 +133,9 @@ def tensor(
     with np.errstate(over="ignore"):
         for i, code in enumerate(codes_of):
             group = i // n_columns * n_groups + i % n_columns // size
-            value = level(scheme, code, zeros[group]) * number(bits[group], supers, i)
+            shift = np.float32(8 * (bits[group] // 64) - 12 if scheme in SHIFTED else 0)
+            own = level(scheme, code, zeros[group])
+            value = (own + shift if scheme in SHIFTED else own) * number(bits[group], supers, i)
             if has_offsets:
                 value = value + number(offsets[group], super_offsets, i)
             values += value.astype("<f4").tobytes()
@@ -144,7 +149,7 @@ def tensor(
         return per_group([cell.pack(b) for b in numbers], n_matrices, n_rows, n, cell.size)
 
     parts = {"codes": packed, "scales": grouped(bits[:n_scales], per_scale, n_groups)}
-    if scale_dtype == "i8":
+    if scale_dtype in ("i8", "s6"):
         parts["super_scales"] = grouped(supers, half, n_supers)
     if scheme == "int4z":
         parts["zero_points"] = per_group([bytes([z]) for z in zeros], n_matrices, n_rows, n_groups, 1)
@@ -208,7 +213,7 @@ def per_group(cells: Sequence[bytes], n_matrices: int, n_rows: int, n_groups: in
 def scale_bits(seed: str, n: int, dtype: str) -> list[int]:
     """Finite scales of either sign and moderate size."""
     raw = struct.unpack(f"<{n}I", noise(seed, 4 * n))
-    if dtype == "i8":
+    if dtype in ("i8", "s6"):
         return [b & 255 for b in raw]
     if dtype == "f16":
         return [(b & 0x83FF) | (8 + (b >> 16) % 10) << 10 for b in raw]

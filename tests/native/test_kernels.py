@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from w4conv import codes, cpus, kernels
 from w4conv.errors import UsageError
 from w4conv.quantization.reference import Quantized, QuantizedCodes, quantize_codes, quantize_rtn
-from w4conv.scheme import GROUP_SIZES, KINDS, QuantScheme
+from w4conv.scheme import GROUP_SIZES, KINDS, QuantScheme, scheme_of
 
 INTEGER_KINDS = [kind.name for kind in KINDS.values() if kind.takes_integers]
 
@@ -322,7 +322,7 @@ def some_parts(scheme: QuantScheme, shape: tuple[int, int]) -> dict[str, npt.NDA
     given = {}
     for kind, part in codes.row_parts(scheme).items():
         size = n_rows, part.n_runs(n_columns)
-        low, high = (0, 16) if kind == "zero_points" else (-128, 128)
+        low, high = (0, 16) if kind == "zero_points" else (0, 256) if scheme.has_shifts else (-128, 128)
         given[kind] = rng.integers(low, high, size) if part.dtype.itemsize == 1 else rng.standard_normal(size) / 50
     return {kind: part[0] for kind, part in codes.pack_matrix(scheme, q, **given).items()}
 
@@ -330,6 +330,8 @@ def some_parts(scheme: QuantScheme, shape: tuple[int, int]) -> dict[str, npt.NDA
 def numbers_of(scheme: QuantScheme, parts: dict[str, npt.NDArray[np.generic]], kind: str, n_rows: int) -> F32:
     """Scales or offsets (n_rows, n_groups)."""
     found = per_row(parts, kind, n_rows).astype(np.float32)
+    if scheme.has_shifts:
+        return ((found + 32) % 64 - 32) * per_row(parts, "super_scales", n_rows).astype(np.float32)
     if scheme.scale_dtype != "i8":
         return found
     above = per_row(parts, f"super_{kind}", n_rows).astype(np.float32)
@@ -353,6 +355,9 @@ def integer_gemm(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.ge
         q, scales = (2 * codes.CODEBOOKS["e2m1"][q]).astype(np.int64), scales / 2
     if scheme.kind == "iq4nl":
         q = codes.CODEBOOKS["iq4nl"][q].astype(np.int64)
+    if scheme.kind == "nl4":
+        shifts = 8 * (per_row(parts, "scales", n_rows).astype(np.int64) // 64) - 12
+        q = codes.CODEBOOKS["nl4"][q].astype(np.int64) + np.repeat(shifts, group, axis=1)[:, :n_columns]
     if scheme.kind == "int4z":
         q -= np.repeat(per_row(parts, "zero_points", n_rows).astype(np.int64), group, axis=1)[:, :n_columns]
     if scheme.has_offsets:
@@ -396,7 +401,8 @@ def test_integer_gemm_equals_its_definition(tier: str, kind: str, group_size: in
     [
         *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
         *(QuantScheme(kind, 16, "f16") for kind in ("int4", "int8", "e2m1", "int8o")),
-        *(QuantScheme(k, g, "i8") for k in INTEGER_KINDS for g in (16, 32, 128)),
+        *(QuantScheme(k, g, "i8") for k in INTEGER_KINDS if k != "nl4" for g in (16, 32, 128)),
+        *(QuantScheme("nl4", g, "s6") for g in (16, 32, 64, 128)),
     ],
     ids=repr,
 )
@@ -459,13 +465,18 @@ def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) ->
 @pytest.mark.parametrize("kind", INTEGER_KINDS)
 def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -> None:
     n = 256
-    scheme = QuantScheme(kind, 128, "f16")
+    scheme = scheme_of(kind, 128)
     ends = {"int8": [[-128], [127]], "int8o": [[-128], [127]], "e2m1": [[7], [15]]}.get(kind, [[0], [15]])
     rows = np.resize(np.array(ends), (16, 1))
     stored = np.repeat(rows, n, axis=1).astype(np.int8 if scheme.bits == 8 else np.uint8)
     points = np.resize(np.array([[0], [15], [15], [0]]), (16, 1)).repeat(2, axis=1) if kind == "int4z" else None
     offsets = np.full((16, 2), 7.25) if scheme.has_offsets else None
-    parts = codes.pack_matrix(scheme, stored, np.ones((16, 2), np.float16), points, offsets)
+    scales = np.ones((16, 2), np.float16)
+    supers = None
+    if kind == "nl4":  # the shifts that take the levels furthest
+        shifts = np.resize(np.array([[-12], [12]]), (16, 1)).repeat(2, axis=1)
+        scales, supers = codes.pack_shifted(scales, shifts), np.ones((16, 1))
+    parts = codes.pack_matrix(scheme, stored, scales, points, offsets, supers)
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
     want = integer_gemm(scheme, np.ones((16, n), np.float32), {k: v[0] for k, v in parts.items()}, x, bits)

@@ -13,7 +13,7 @@ from w4conv import codes
 from w4conv.container import Container
 from w4conv.scheme import QuantScheme
 
-INTEGER_KINDS = ("int4", "int4z", "int4o", "e2m1", "iq4nl", "int8", "int8o")
+INTEGER_KINDS = ("int4", "int4z", "int4o", "e2m1", "iq4nl", "nl4", "int8", "int8o")
 SUPER_COLUMNS = 256
 
 
@@ -68,6 +68,9 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
 
     def numbers(part: str) -> F32:
         """Scales or offsets; of two levels (w4-codes 2.5) the product of both."""
+        if scheme.scale_dtype == "s6":  # w4-codes 2.6
+            sub_scales = (of_groups(part, "u1").astype(np.int64) + 32) % 64 - 32
+            return sub_scales.astype(f32) * of_groups(f"super_{part}", "<f2").astype(f32)
         found = of_groups(part, {"f16": "<f2", "f32": "<f4", "i8": "i1"}[scheme.scale_dtype]).astype(f32)
         if scheme.scale_dtype != "i8":
             return found
@@ -87,6 +90,10 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
         scales = scales * f32(0.5)
     elif scheme.kind == "iq4nl":
         levels = codes.CODEBOOKS["iq4nl"][stored].astype(np.int64)
+    elif scheme.kind == "nl4":
+        shifts = 8 * (of_groups("scales", "u1").astype(np.int64) // 64) - 12
+        levels = codes.CODEBOOKS["nl4"][stored].astype(np.int64)
+        levels = levels + np.repeat(shifts, group_size, axis=2)[..., :n_columns]
     elif scheme.kind in ("nf4", "fp4"):
         levels = codes.CODEBOOKS[scheme.kind][stored]
     else:

@@ -24,14 +24,15 @@ SHAPES: list[tuple[int, ...]] = [
     (1, 1), (16, 32), (17, 33), (3, 300), (2, 5, 9), (2, 2, 1, 40), (0, 7), (7, 0), (0, 3, 4), (2, 0, 4),
 ]  # fmt: skip
 VECTOR_SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (37,)]
-FOUR_BITS = ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "iq4nl")
+FOUR_BITS = ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "iq4nl", "nl4")
 COLUMNS_PER_DWORD = dict.fromkeys(FOUR_BITS, 8) | {"int8": 4, "int8o": 4, "f16": 2, "bf16": 2, "f32": 1}
 
 
 def schemes_with_groups() -> list[QuantScheme]:
-    kinds = (*FOUR_BITS, "int8", "int8o")
+    kinds = [k for k in (*FOUR_BITS, "int8", "int8o") if k != "nl4"]
     plain = [QuantScheme(k, g, d) for k in kinds for g in scheme.GROUP_SIZES for d in ("f16", "f32")]
-    return plain + [QuantScheme(k, g, "i8") for k in kinds for g in (16, 32, 64, 128)]
+    two_levels = [*((k, "i8") for k in kinds), ("nl4", "s6")]
+    return plain + [QuantScheme(k, g, d) for k, d in two_levels for g in (16, 32, 64, 128)]
 
 
 def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes], at: tuple[int, ...]) -> float:
@@ -53,7 +54,7 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
     if coding.kind == "bf16":
         return float(struct.unpack("<f", b"\0\0" + raw[2 * k : 2 * k + 2])[0])
     size = coding.group_size or n_columns
-    letter, nbytes = {"f16": ("e", 2), "f32": ("f", 4), "i8": ("b", 1)}[coding.scale_dtype]
+    letter, nbytes = {"f16": ("e", 2), "f32": ("f", 4), "i8": ("b", 1), "s6": ("B", 1)}[coding.scale_dtype]
 
     def place(size: int) -> int:
         return ((matrix * tiles + row // 16) * math.ceil(n_columns / size) + column // size) * 16 + row % 16
@@ -62,9 +63,11 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
 
     def number(part: str) -> float:
         found = float(struct.unpack("<" + letter, parts[part][group_at * nbytes : (group_at + 1) * nbytes])[0])
-        if coding.scale_dtype != "i8":
+        if not coding.is_two_level:
             return found
-        at = 2 * place(256)
+        at = 2 * place(256 if coding.scale_dtype == "i8" else n_columns)
+        if coding.scale_dtype == "s6":
+            found = found % 64 - (64 if found % 64 > 31 else 0)
         return found * float(struct.unpack("<e", parts[f"super_{part}"][at : at + 2])[0])  # exact
 
     level: float
@@ -80,6 +83,8 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
             level = code
         else:
             level = float(np.float32(TABLES[coding.kind][code]))
+            if coding.kind == "nl4":
+                level += 8 * (parts["scales"][group_at] >> 6) - 12
     exact = Fraction(level) * Fraction(number("scales"))
     product = np.float32(exact.numerator / exact.denominator)  # the products here fit float64 exactly
     return float(np.float32(float(product) + number("offsets")) if coding.has_offsets else product)
@@ -95,6 +100,7 @@ TABLES = {
     "fp4": [s * m / 12 for s in (1, -1) for m in (0, 0.0625, 8, 12, 4, 6, 2, 3)],
     "e2m1": [s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
     "iq4nl": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],  # kvalues_iq4nl of ggml
+    "nl4": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
 }  # fmt: skip
 
 
