@@ -153,6 +153,7 @@ def test_a_template_without_system_messages_gets_their_text_before_the_users(mod
 def test_what_a_template_refuses_is_plain_and_counted(model: Path) -> None:
     assert text_of("{{ raise_exception('never') }}", model) == text_of(None, model)
     assert text_of("{{ 1 + 'a' }}", model) == text_of(None, model)
+    assert text_of("{# nothing #}", model) == text_of(None, model)
     with pytest.raises(InputError, match="limits"):  # on another machine it might not be reached
         text_of("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", model)
     with pytest.raises(InputError, match="compiled"):

@@ -79,13 +79,16 @@ def builtin_text(blobs: Mapping[str, bytes], tokenizer: Tokenizer) -> BuiltinTex
     with ChatTemplate(_CLOCK + source) as template:
         for document in documents():
             chat = None if isinstance(document, str) else _in_chat_form(template, tokenizer, document)
-            n_chat += chat is not None
+            n_chat += bool(chat)
             texts.append(chat or (document if isinstance(document, str) else _plain(document)))
     return BuiltinText(_join(texts), n_chat)
 
 
 def _in_chat_form(template: ChatTemplate, tokenizer: Tokenizer, messages: tuple[Message, ...]) -> str | None:
-    """None where the template refuses it. Some know no system message: its text then leads that of the user."""
+    """None where the template refuses it, an empty text where it leaves all out.
+
+    Some templates refuse a system message: its text then leads that of the user.
+    """
     first, second, *rest = messages
     merged = ({**second, "content": f"{first['content']}{_BETWEEN}{second['content']}"}, *rest)
     for form in (messages, merged) if first["role"] == "system" else (messages,):

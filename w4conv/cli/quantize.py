@@ -222,7 +222,7 @@ def as_text(report: ConversionReport) -> str:
         pairs.append(("digest", report.digest))
     pairs += [("note", note) for note in report.notes]
     if report.scheme == "w4a16" and report.method == "rtn":
-        pairs.append(("hint", "--calibration TEXT takes longer and loses less (docs/accuracy.md)"))
+        pairs.append(("hint", "--calibration builtin takes longer and loses less (docs/accuracy.md)"))
     rows = [
         (t.scheme, f"{t.n_tensors:,}", _output.count(t.n_parameters), _output.nbytes(t.nbytes)) for t in report.schemes
     ]
