@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from helpers import data_dir, make_llama_dir
-from vocabularies import tokenizer_files
+from vocabularies import chat_templates, tokenizer_files
 
 from w4conv.calibration import builtin
 from w4conv.calibration.builtin import builtin_text, documents
@@ -158,6 +158,33 @@ def test_what_a_template_refuses_is_plain_and_counted(model: Path) -> None:
         text_of("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", model)
     with pytest.raises(InputError, match="compiled"):
         text_of("{% if %}", model)
+
+
+def test_a_long_preamble_does_not_come_with_every_dialogue(model: Path) -> None:
+    ours = text_of(TEMPLATE, model)
+    long = "Knowledge is a library. " * 99
+    always = text_of(long + TEMPLATE, model)
+    assert always == text_of(None, model)
+    unasked = text_of("{% if messages[0].role != 'system' %}" + long + "{% endif %}" + TEMPLATE, model)
+    assert unasked.n_chat == ours.n_chat
+    assert long not in unasked.content
+    added = "<system>You are a helpful assistant.</>\n"
+    assert unasked.content.replace(added, "") == ours.content
+    assert added not in ours.content
+    short = text_of("A short one.\n" + TEMPLATE, model)
+    assert short.content.count("A short one.") == ours.n_chat
+
+
+@pytest.mark.services
+def test_real_templates_give_the_dialogues_their_form(model: Path) -> None:
+    """All but those for tools alone, and those that always write a long preamble."""
+    without, n = text_of(None, model), sum(not isinstance(d, str) for d in documents())
+    found = {name: text_of(template, model) for name, template in chat_templates().items()}
+    assert len(found) > 40
+    assert sum(one.n_chat == n for one in found.values()) >= 0.9 * len(found)
+    for name, one in found.items():
+        assert one.n_chat in (0, n), name
+        assert 0.99 < len(one.content) / len(without.content) < 1.1, name
 
 
 def test_the_day_does_not_count(model: Path) -> None:

@@ -33,6 +33,8 @@ _BETWEEN: Final = "\n\n"
 _PART: Final = "\n%%\n"
 # Before a template: what it is told when it asks for the day, so that it says the same on any day.
 _CLOCK: Final = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+_MAX_ADDED: Final = 1000  # characters, by a template to a dialogue
+_SYSTEM: Final = {"role": "system", "content": "You are a helpful assistant."}
 _SPEAKERS: Final = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 Document = str | tuple[Message, ...]  # a text, or the messages of a dialogue
@@ -85,20 +87,23 @@ def builtin_text(blobs: Mapping[str, bytes], tokenizer: Tokenizer) -> BuiltinTex
 
 
 def _in_chat_form(template: ChatTemplate, tokenizer: Tokenizer, messages: tuple[Message, ...]) -> str | None:
-    """None where the template refuses it, an empty text where it leaves all out.
+    """None where the template refuses it or adds too much, an empty text where it leaves all out.
 
-    Some templates refuse a system message: its text then leads that of the user.
+    A long preamble, which would come again with each dialogue, many templates have only where no system message is
+    given: then one is. Some refuse a system message: its text then leads that of the user.
     """
     first, second, *rest = messages
     merged = ({**second, "content": f"{first['content']}{_BETWEEN}{second['content']}"}, *rest)
-    for form in (messages, merged) if first["role"] == "system" else (messages,):
+    other = merged if first["role"] == "system" else (_SYSTEM, *messages)
+    for form in (messages, other):
         try:
             text = template.render(form, special_tokens=tokenizer.special_tokens, add_generation_prompt=False)
         except RefusalError:
             continue
         if tokenizer.adds_bos:  # a sequence has one already
             text = text.removeprefix(tokenizer.special_tokens.get("bos_token", ""))
-        return text.strip("\n")
+        if len(text) <= len(_plain(messages)) + _MAX_ADDED:
+            return text.strip("\n")
     return None
 
 
