@@ -10,6 +10,8 @@ import pytest
 from command import Runner
 from helpers import make_llama_dir
 
+from w4conv.calibration.builtin import DIGEST
+
 PPL = ("--ppl", "--ctx", "16")
 
 
@@ -53,6 +55,13 @@ def test_round_trip_and_perplexity(w4: Runner, container: Path, checkpoint: Path
     assert (ppl["convention"], ppl["ctx"], ppl["n_windows"], ppl["n_scored"]) == ("llama.cpp", 16, 5, 5 * 7)
     assert ppl["increase"]["difference"] == pytest.approx(ppl["container"]["value"] - ppl["source"]["value"])
     assert list((tmp_path / "tmp").iterdir()) == [], "the lossless copy is gone"
+
+
+def test_the_built_in_set_is_named(w4: Runner, checkpoint: Path, tmp_path: Path) -> None:
+    cut = ("--calibration-tokens", "512", "--calibration-ctx", "16")
+    w4("quantize", checkpoint, tmp_path / "b.w4", "--calibration", "builtin", *cut).done()
+    out = w4("verify", tmp_path / "b.w4", "--against", checkpoint).done().out
+    assert f"needs its built-in calibration set, blake3 {DIGEST[:16]}" in out
 
 
 def test_gptq_convention(w4: Runner, container: Path, text: Path) -> None:

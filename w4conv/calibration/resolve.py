@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from w4conv.arguments import path_of
+from w4conv.calibration import builtin
 from w4conv.calibration.imatrix import ImportanceMatrix
 from w4conv.calibration.statistics import SavedStatistics, Statistics
 from w4conv.calibration.text import CTX, TOKENS, CalibrationSet, read_calibration
@@ -18,22 +21,38 @@ Calibration = CalibrationSet | Statistics  # what a conversion is planned with
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A text of which so many tokens are taken, in sequences of ctx."""
+    """A text of which so many tokens are taken, in sequences of ctx. path: None is the set built in."""
 
-    path: Path
+    path: Path | None
     tokens: int = TOKENS
     ctx: int = CTX
 
 
-def open_calibration(path: Path, *, tokens: int | None = None, ctx: int | None = None) -> TextFile | Statistics:
-    """A text, or a file of statistics, or an importance matrix of llama.cpp.
+def calibration_path(given: str | os.PathLike[str] | None) -> Path | None:
+    """The file that is meant; None where nothing is given, or the word "builtin" itself: "./builtin" is a file."""
+    return None if given is None or given == builtin.NAME else path_of(given, "calibration")
+
+
+def text_file(path: Path | None, *, tokens: int | None = None, ctx: int | None = None) -> TextFile:
+    """With the default numbers; path as in TextFile."""
+    usual = builtin.TOKENS if path is None else TOKENS
+    return TextFile(path, usual if tokens is None else tokens, CTX if ctx is None else ctx)
+
+
+def open_calibration(
+    given: str | os.PathLike[str], *, tokens: int | None = None, ctx: int | None = None
+) -> TextFile | Statistics:
+    """The word "builtin", a text, a file of statistics, or an importance matrix of llama.cpp.
 
     Raises UsageError where statistics are given and a text is to be cut; InputError for statistics that are damaged.
     """
+    path = calibration_path(given)
+    if path is None:
+        return text_file(None, tokens=tokens, ctx=ctx)
     head = _first_bytes(path)
     is_importance_matrix = head.startswith(b"GGUF")
     if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
-        return TextFile(path, TOKENS if tokens is None else tokens, CTX if ctx is None else ctx)
+        return text_file(path, tokens=tokens, ctx=ctx)
     if tokens is not None or ctx is not None:
         raise UsageError(
             f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"

@@ -43,6 +43,7 @@ HEAD: Final = "head"
 _BLOCK_NBYTES: Final = 1 << 22
 _SAMPLED_ROWS: Final = 16  # of each matrix, in the digest that identifies a checkpoint
 _RECORDED: Final = ("text_blake3", "tokens", "ctx", "held_out_sequences")
+_OF_A_SET: Final = ("set", "set_version", "set_blake3", "chat_dialogues")  # where it is the one built in
 
 
 class SecondMoments(NamedTuple):
@@ -191,7 +192,8 @@ class SavedStatistics(Statistics):
         return found
 
     def record(self) -> dict[str, Any]:
-        return {"statistics_blake3": self.digest} | {key: _number(self._about.get(key)) for key in _RECORDED}
+        keys = [*(key for key in _OF_A_SET if key in self._about), *_RECORDED]
+        return {"statistics_blake3": self.digest} | {key: _number(self._about.get(key)) for key in keys}
 
     def _read(self, name: str) -> F32Array:
         entry: Entry = self._entries[name]

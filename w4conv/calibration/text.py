@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from w4conv.calibration import builtin
 from w4conv.errors import UsageError
 from w4conv.measure.texts import load_text
 from w4conv.models.spec import ModelSpec
@@ -27,21 +28,27 @@ def is_held_out(sequence: int, one_in: int = HELD_OUT) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSet:
-    """sequences: (n, ctx) token ids, spread evenly over the text. digest: BLAKE3 of the text's bytes, hexadecimal."""
+    """sequences: (n, ctx) token ids, spread evenly over the text. digest: BLAKE3 of the text's bytes, hexadecimal.
+    about: what else the record says of it."""
 
     digest: str
     sequences: npt.NDArray[np.int64]
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """For the provenance of a container."""
         n, ctx = self.sequences.shape
-        return {"text_blake3": self.digest, "tokens": n * ctx, "ctx": ctx, "held_out_sequences": n // HELD_OUT}
+        cut = {"text_blake3": self.digest, "tokens": n * ctx, "ctx": ctx, "held_out_sequences": n // HELD_OUT}
+        return {**self.about, **cut}
 
 
 def read_calibration(
-    path: Path, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
+    path: Path | None, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
 ) -> CalibrationSet:
-    """Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read."""
+    """path: a UTF-8 text; None is the set built in.
+
+    Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read.
+    """
     if spec.experts is not None:
         raise UsageError(
             f"{spec.architecture} is a mixture of experts, whose activations differ from expert to expert; calibration "
@@ -55,16 +62,20 @@ def read_calibration(
             f"{tokens:,} calibration tokens are {n} sequences of {ctx}; at least {HELD_OUT} are needed, since one in "
             f"{HELD_OUT} is held out. Raise calibration-tokens or lower calibration-ctx"
         )
-    text = load_text(path)
     tokenizer = Tokenizer(blobs)
-    ids = np.array(tokenizer.encode(text.content), np.int64)
+    if path is None:
+        found = builtin.builtin_text(blobs, tokenizer)
+        name, content, about = "the built-in calibration set", found.content, found.record()
+    else:
+        name, content, about = str(path), load_text(path).content, {}
+    ids = np.array(tokenizer.encode(content), np.int64)
     if len(ids) < n * ctx:
         raise UsageError(
-            f"{path} has {len(ids):,} tokens, fewer than the {n * ctx:,} asked for. Use a longer text or lower "
+            f"{name} has {len(ids):,} tokens, fewer than the {n * ctx:,} asked for. Use a longer text or lower "
             "calibration-tokens"
         )
     starts = np.arange(n) * (len(ids) - ctx) // max(n - 1, 1)
     sequences = ids[starts[:, None] + np.arange(ctx)]
     if tokenizer.adds_bos and tokenizer.bos_id is not None:
         sequences[:, 0] = tokenizer.bos_id
-    return CalibrationSet(blake3(text.content.encode()).hexdigest(), sequences)
+    return CalibrationSet(blake3(content.encode()).hexdigest(), sequences, about)

@@ -15,6 +15,7 @@ EPILOG = """\
 \b
 Examples:
   w4conv calibrate in/ book.txt -o in.safetensors
+  w4conv calibrate in/ builtin -o in.safetensors
   w4conv quantize in/ 128.w4 --calibration in.safetensors
   w4conv quantize in/ 32.w4 --calibration in.safetensors \\
     --group-size 32 --method search
@@ -23,16 +24,26 @@ Examples:
 
 def calibrate(
     source: Annotated[str, typer.Argument(metavar="IN", help="Hugging Face directory or GGUF file")],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="UTF-8 text on which activations are observed")],
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEXT",
+            help="UTF-8 text on which activations are observed; or builtin, the set that comes with w4conv (./builtin "
+            "is a file)",
+        ),
+    ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="The file to write; - for standard output")],
     full: Annotated[
         bool,
         typer.Option("--full", help="Second moments of all pairs of channels too, for gptq and best; a large file"),
     ] = False,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of the text to use, spread over the whole")
-    ] = 16384,
-    ctx: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence")] = 512,
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of the text to use, spread over the whole [default: 16384; builtin 32768]"
+        ),
+    ] = None,
+    ctx: Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512]")] = None,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
     json: Json = False,

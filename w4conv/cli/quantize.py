@@ -26,6 +26,7 @@ Examples:
   w4conv quantize SmolLM2-135M/ smol.w4
   w4conv quantize model.gguf model.w4 --group-size 64
   w4conv quantize in/ out.w4 --scheme nf4 --group-size 64
+  w4conv quantize in/ out.w4 --calibration builtin
   w4conv quantize in/ out.w4 --calibration book.txt
   w4conv quantize in/ out.w4 --recipe mine.toml
   w4conv quantize in/ out.w4 --target-bpw 4.5
@@ -103,14 +104,16 @@ def quantize(
     calibration: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT|STATS",
-            help="Calibration set: UTF-8 text of the kind that the model will read; or statistics of one, by w4conv "
-            "calibrate or llama-imatrix",
+            metavar="builtin|TEXT|STATS",
+            help="Calibration set: builtin, which comes with w4conv (./builtin is a file); UTF-8 text of the kind that "
+            "the model will read; or statistics of one, by w4conv calibrate or llama-imatrix",
         ),
     ] = None,
     calibration_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens of the text to use, spread over the whole [default: 16384]"),
+        typer.Option(
+            min=1, metavar="N", help="Tokens of the text to use, spread over the whole [default: 16384; builtin 32768]"
+        ),
     ] = None,
     calibration_ctx: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512]")
@@ -219,7 +222,7 @@ def as_text(report: ConversionReport) -> str:
         pairs.append(("digest", report.digest))
     pairs += [("note", note) for note in report.notes]
     if report.scheme == "w4a16" and report.method == "rtn":
-        pairs.append(("hint", "--calibration TEXT takes longer and loses less (docs/accuracy.md)"))
+        pairs.append(("hint", "--calibration builtin takes longer and loses less (docs/accuracy.md)"))
     rows = [
         (t.scheme, f"{t.n_tensors:,}", _output.count(t.n_parameters), _output.nbytes(t.nbytes)) for t in report.schemes
     ]

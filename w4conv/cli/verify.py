@@ -40,7 +40,8 @@ Examples:
 N_WORST = 5
 # Of a container's record, what its calibration was by.
 CALIBRATED_ON = {
-    "statistics_blake3": "statistics", "imatrix_blake3": "importance matrix", "text_blake3": "calibration text",
+    "statistics_blake3": "statistics", "imatrix_blake3": "importance matrix",
+    "set_blake3": "built-in calibration set", "text_blake3": "calibration text",
 }  # fmt: skip
 
 

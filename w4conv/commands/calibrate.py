@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from w4conv.arguments import count, path_of
+from w4conv.arguments import optional_count, path_of
+from w4conv.calibration.resolve import calibration_path, text_file
 from w4conv.calibration.statistics import StatisticsLayout, observe
-from w4conv.calibration.text import CTX, TOKENS, read_calibration
+from w4conv.calibration.text import read_calibration
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.cpus import thread_count
@@ -41,28 +42,31 @@ def calibrate(
     out: str | os.PathLike[str],
     *,
     full: bool = False,
-    tokens: int = TOKENS,
-    ctx: int = CTX,
+    tokens: int | None = None,
+    ctx: int | None = None,
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> StatisticsReport:
-    """Observe the checkpoint `src` on a UTF-8 text, and write the statistics that `quantize(calibration=out)` takes.
+    """Observe the checkpoint `src` on a text, and write the statistics that `quantize(calibration=out)` takes.
 
+    text: a UTF-8 file, or "builtin", the set that comes with w4conv; a file of that name is "./builtin", or a Path.
     full: with second moments of all pairs of channels, which the methods gptq and best need; they are large.
-    tokens: so many of the text, spread over it, in sequences of ctx. The same input gives the same bytes.
+    tokens: so many of the text (16384; 32768 of the built-in set), spread over it, in sequences of ctx (512). The same
+    input gives the same bytes.
     Raises UsageError, InputError, OutputError.
     """
-    src, text, out = path_of(src, "src"), path_of(text, "text"), path_of(out, "out")
+    src, path, out = path_of(src, "src"), calibration_path(text), path_of(out, "out")
     progress = progress or Silent()
     refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
     thread_count(threads)
-    tokens, ctx = count(tokens, "tokens", low=1), count(ctx, "ctx", low=1)
-    refuse_overlap([out], source=src, text=text)
+    tokens, ctx = optional_count(tokens, "tokens", low=1), optional_count(ctx, "ctx", low=1)
+    given = text_file(path, tokens=tokens, ctx=ctx)
+    refuse_overlap([out], source=src, text=path)
     with open_source(src) as source:
         settle_declarations(source)
         spec = spec_of(source.blobs)
-        cut = read_calibration(text, source.blobs, spec, tokens=tokens, ctx=ctx)
+        cut = read_calibration(path, source.blobs, spec, tokens=given.tokens, ctx=given.ctx)
         layout = StatisticsLayout(source, spec, cut, full=full)
         check_target(out, layout.nbytes, overwrite=overwrite)
         progress.start(layout.n_hooks)
@@ -70,5 +74,5 @@ def calibrate(
             digest = layout.write(target, observe(source, spec, cut.sequences, full=full, threads=threads), progress)
     return StatisticsReport(
         source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
-        ctx=ctx, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes, digest=digest,
+        ctx=given.ctx, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes, digest=digest,
     )  # fmt: skip

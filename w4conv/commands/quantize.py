@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w4conv import cpus
 from w4conv.arguments import count, optional_count, path_of
-from w4conv.calibration.resolve import open_calibration, resolve_calibration
+from w4conv.calibration.resolve import calibration_path, open_calibration, resolve_calibration
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
@@ -120,8 +120,9 @@ def quantize(
     calibrated method keeps the result of rtn where its outputs are better on held-out sequences.
 
     calibration: needed by all methods but rtn. A calibration set is a UTF-8 text: calibration_tokens of it (16384) are
-    used, in sequences of calibration_ctx (512) spread over the text. Or a file of statistics (`w4conv calibrate`), or
-    an importance matrix of llama.cpp: then each matrix is rounded for its inputs in the source. gptq and best need
+    used, in sequences of calibration_ctx (512) spread over the text. "builtin" is the set that comes with w4conv, of
+    which 32768 are used; a file of that name is "./builtin", or a Path. Or a file of statistics (`w4conv calibrate`),
+    or an importance matrix of llama.cpp: then each matrix is rounded for its inputs in the source. gptq and best need
     statistics with second moments; without them None means awq.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
@@ -170,11 +171,11 @@ def quantize(
     cpus.thread_count(threads)
     calibration_tokens = optional_count(calibration_tokens, "calibration-tokens", low=1)
     calibration_ctx = optional_count(calibration_ctx, "calibration-ctx", low=1)
-    refuse_overlap([out], source=src, calibration=calibration, recipe=recipe if rules else None)
+    refuse_overlap([out], source=src, calibration=calibration_path(calibration), recipe=recipe if rules else None)
     generic = architecture == GENERIC
     given = None
     if calibration is not None:
-        given = open_calibration(Path(calibration), tokens=calibration_tokens, ctx=calibration_ctx)
+        given = open_calibration(calibration, tokens=calibration_tokens, ctx=calibration_ctx)
     if not generic:
         _check_architecture(src)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:

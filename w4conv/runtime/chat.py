@@ -45,6 +45,10 @@ _ENVIRONMENT: Final = ("TZ", "TZDIR", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_P
 Message = Mapping[str, object]
 
 
+class RefusalError(InputError):
+    """The template refuses these messages, or fails on them, as it will again. No limit was reached."""
+
+
 def templates_of(blobs: Mapping[str, bytes]) -> dict[str, str]:
     """The model's templates by name: "default" is what chat_template.jinja holds, else what tokenizer_config.json does.
 
@@ -349,9 +353,10 @@ class _Process:
         text, n_chars = io.StringIO(), 0
         while "done" not in (answer := self._receive(deadline)):
             if answer.get("error") == "refused":
-                raise InputError(f"the chat template refuses these messages: {answer['text']}")
+                raise RefusalError(f"the chat template refuses these messages: {answer['text']}")
             if "error" in answer:
-                raise InputError(f"the chat template failed {_fault(answer)}")
+                failed = InputError if answer["error"] == "memory" else RefusalError
+                raise failed(f"the chat template failed {_fault(answer)}")
             n_chars += text.write(str(answer.get("piece")))
             if n_chars > MAX_PROMPT_CHARS:
                 raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS:,} characters")
