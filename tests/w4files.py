@@ -36,7 +36,12 @@ ALL_SCHEMES = [
 SCHEMES_OF_1_1 = [
     *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
     *(QuantScheme(kind, 16, "f16") for kind in ("int4", "e2m1", "int8", "int8o")),
-    *(QuantScheme(k, size, "i8") for k, kind in scheme.KINDS.items() if not kind.is_float and not kind.has_shifts for size in (16, 128)),
+    *(
+        QuantScheme(k, size, "i8")
+        for k, kind in scheme.KINDS.items()
+        if not kind.is_float and not kind.has_shifts
+        for size in (16, 128)
+    ),
     *(QuantScheme("nl4", size, "s6") for size in (16, 128)),
 ]
 

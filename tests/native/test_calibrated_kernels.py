@@ -14,21 +14,38 @@ from w4conv import kernels
 from w4conv.codes import Grid, grid
 from w4conv.quantization import reference_gptq as reference
 from w4conv.quantization.moments import Moments
-from w4conv.scheme import QuantScheme
+from w4conv.scheme import SHIFTS, scheme_of
 
 F32Array = npt.NDArray[np.float32]
 TIERS = kernels.isa_tiers()
-GRIDS = {kind: grid(QuantScheme(kind, 32, "f16")) for kind in ("int4", "int8", "int4z", "nf4", "fp4")}
+GRIDS = {kind: grid(scheme_of(kind, 32)) for kind in ("int4", "int8", "int4z", "nf4", "fp4", "nl4")}
 
 
-def some_scales(grid: Grid, n_rows: int, n_groups: int) -> npt.NDArray[np.float16]:
+def some_steps(grid: Grid, n_rows: int) -> F32Array | None:
+    """Of rows, where the grid has shifts; 0 in row 4."""
+    if not grid.shifts:
+        return None
+    steps = np.random.default_rng(8).uniform(0.0002, 0.002, n_rows).astype(np.float16).astype(np.float32)
+    steps[4] = 0
+    return steps
+
+
+def some_scales(grid: Grid, n_rows: int, n_groups: int) -> F32Array:
     """Of both signs, and zeros in row 3."""
-    scales = np.random.default_rng(2).uniform(-0.3, 0.3, (n_rows, n_groups)) * (8 if grid.is_codebook else 1)
+    top = np.abs(grid.levels).max() / 8 if grid.is_codebook else 1
+    scales = (np.random.default_rng(2).uniform(-0.3, 0.3, (n_rows, n_groups)) / top).astype(np.float32)
     scales[3] = 0
-    return scales.astype(np.float16)
+    steps = some_steps(grid, n_rows)
+    return np.stack([reference.stored_scale(column, steps) for column in scales.T], axis=1)
+
+
+def tiled_steps(steps: F32Array | None) -> F32Array | None:
+    return None if steps is None else np.ascontiguousarray(tiled(steps[:, None])[:, 0])
 
 
 def some_q_min(grid: Grid, shape: tuple[int, ...]) -> F32Array:
+    if grid.shifts:
+        return np.random.default_rng(9).choice(np.array(SHIFTS, np.float32), shape)
     if not grid.is_asymmetric:
         return np.full(shape, grid.q_min, np.float32)
     return -np.random.default_rng(9).integers(0, 16, shape).astype(np.float32)
@@ -132,7 +149,7 @@ def test_gptq_round(tier: str, n: int, size: int, kind: str) -> None:
     grid = GRIDS[kind]
     unit, _ = factored(moments(n))
     w = np.random.default_rng(1).standard_normal((80, n)).astype(np.float32)
-    scales = some_scales(grid, 80, -(-n // size)).astype(np.float32)
+    scales = some_scales(grid, 80, -(-n // size))
     q_min = some_q_min(grid, scales.shape)
     wide_scales, wide_q_min = (np.repeat(a, size, axis=1)[:, :n] for a in (scales, q_min))
     expected = reference.gptq_round(w, wide_scales, wide_q_min, unit, grid)
@@ -140,6 +157,9 @@ def test_gptq_round(tier: str, n: int, size: int, kind: str) -> None:
     for threads in (1, 2):
         q = kernels.gptq_round(tiled(w), group, tiled(scales), tiled(q_min), mirrored(unit), grid=grid, threads=threads)
         assert np.array_equal(untiled(q), expected)
+    nearest = kernels.gptq_round(tiled(w), group, tiled(scales), tiled(q_min), None, grid=grid)
+    levels = reference.level_of(w, wide_scales, wide_q_min, grid)
+    assert np.array_equal(untiled(nearest), reference.codes_of(levels, wide_q_min, grid))
 
 
 @pytest.mark.parametrize("n", [16, 67])
@@ -167,19 +187,28 @@ def test_refinement(tier: str, n: int, size: int, kind: str) -> None:
     q_min = some_q_min(grid, scales.shape)
     lowest = 0 if grid.is_codebook else np.repeat(q_min, size, axis=1)[:, :n]
     q = (rng.integers(0, grid.span + 1, w.shape) + lowest).astype(np.int8)
-    q[5] = reference.codes_of(np.zeros(n, np.float32), grid)
-    expected_q, expected_scales = reference.refine(w, q, scales, q_min, h, size, grid, 2)
+    q[5] = reference.codes_of(np.zeros(n, np.float32), np.zeros(n, np.float32), grid)
+    steps = some_steps(grid, 80)
+    expected_q, expected_scales = reference.refine(w, q, scales, q_min, h, size, grid, 2, steps)
     for threads in (1, 2):
         tiles, tile_scales = tiled(q.copy()), tiled(scales.copy())
-        kernels.refine(tiled(w), tiles, tile_scales, tiled(q_min), h, size, grid=grid, n_rounds=2, threads=threads)
+        kernels.refine(
+            tiled(w), tiles, tile_scales, tiled(q_min), h, size, grid=grid, n_rounds=2, steps=tiled_steps(steps),
+            threads=threads,
+        )  # fmt: skip
         assert np.array_equal(untiled(tiles), expected_q)
-        assert np.array_equal(untiled(tile_scales).view(np.uint16), expected_scales.view(np.uint16))
+        assert np.array_equal(untiled(tile_scales).view(np.uint32), expected_scales.view(np.uint32))
+    if steps is not None:  # whole numbers of them
+        whole = expected_scales[steps > 0] / steps[steps > 0][:, None]
+        assert (whole == np.rint(whole)).all()
+        assert np.abs(whole).max() == 31
+        assert (expected_scales[4] == 0).all()
 
 
 def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
     h, n, size = moments(24), 24, 8
     w = np.random.default_rng(4).standard_normal((8, n)).astype(np.float32)
-    scales = np.full((8, 3), 0.25, np.float16)
+    scales = np.full((8, 3), 0.25, np.float32)
     q = np.clip(np.rint(w / 0.25), -8, 7).astype(np.int8)
 
     def error(q: Any, scales: Any) -> Any:
@@ -202,19 +231,27 @@ def test_refinement_ends_where_no_code_and_no_scale_alone_can_gain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "size", "kind"), [(32, 32, "int4"), (130, 130, "int4"), *((75, 32, kind) for kind in GRIDS)]
-)
+    ("n", "size", "kind", "stepped"),
+    [
+        (32, 32, "int4", False), (130, 130, "int4", False), (32, 32, "nl4", True),
+        *((75, 32, kind, stepped) for kind in GRIDS for stepped in (False, True) if GRIDS[kind].shifts or not stepped),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("rounded", [True, False])
-def test_search_of_scales(tier: str, n: int, size: int, rounded: bool, kind: str) -> None:
+def test_search_of_scales(tier: str, n: int, size: int, rounded: bool, kind: str, stepped: bool) -> None:
     grid = GRIDS[kind]
+    steps = some_steps(grid, 32) if stepped else None
     rng = np.random.default_rng(3)
     w = rng.standard_normal((32, n)).astype(np.float32)
     w[5] = 0
-    w[6, :size] = 1.1 * 65504 * (1 if grid.is_codebook else grid.span if grid.is_asymmetric else -grid.q_min)
+    top = np.abs(grid.levels).max(initial=0)
+    w[6, :size] = 1.1 * 65504 * (top if grid.is_codebook else grid.span if grid.is_asymmetric else -grid.q_min)
     w[7] = np.abs(w[7])  # the scale of row 6 is beyond FP16, half of it is not
     h = moments(n)
     multipliers = np.array([(1, 1), (-1, -1), (0.8, 1), (1, 0.8), (0.5, 0.5), (-0.7, -0.7)], np.float32)
     multipliers = np.abs(multipliers) if grid.is_asymmetric else multipliers
+    if grid.is_codebook:  # scales, and shifts
+        multipliers[:, 1] = np.resize(grid.shifts or (0,), len(multipliers))
     n_groups = -(-n // size)
     factors, pivots = np.zeros((n_groups, size, size), np.float32), np.zeros(n, np.float32)
     expected = []
@@ -222,16 +259,25 @@ def test_search_of_scales(tier: str, n: int, size: int, rounded: bool, kind: str
         part = slice(g * size, min(n, (g + 1) * size))
         unit, pivots[part] = factored(np.ascontiguousarray(h[part, part]))
         factors[g].reshape(-1)[: unit.size] = mirrored(unit).ravel()
-        expected.append(reference.search_scales(w[:, part], unit if rounded else None, pivots[part], multipliers, grid))
+        found = reference.search_scales(w[:, part], unit if rounded else None, pivots[part], multipliers, grid, steps)
+        expected.append(found)
     scales, q_min, errors = kernels.search_scales(
-        tiled(w), size, factors if rounded else None, pivots, multipliers, grid=grid, threads=2
+        tiled(w),
+        size,
+        factors if rounded else None,
+        pivots,
+        multipliers,
+        grid=grid,
+        steps=tiled_steps(steps),
+        threads=2,
     )
     wanted_scales, wanted_q_min, wanted_errors = (np.stack(found, 1) for found in zip(*expected, strict=True))
-    assert np.array_equal(untiled(scales).view(np.uint16), wanted_scales.view(np.uint16))
+    assert np.array_equal(untiled(scales).view(np.uint32), wanted_scales.view(np.uint32))
     assert np.array_equal(untiled(q_min), wanted_q_min)
     assert np.array_equal(untiled(errors), wanted_errors)
     assert (untiled(scales)[5] == 0).all()
-    assert (untiled(q_min)[7] == 0).all() == grid.is_asymmetric
+    if not grid.is_codebook:
+        assert (untiled(q_min)[7] == 0).all() == grid.is_asymmetric
 
 
 def test_error_of_the_search_is_the_output_error() -> None:
