@@ -444,7 +444,8 @@ def faults_of_1_1() -> Iterator[Fault]:
     for scheme, of, to in (("nl4", "s6", "i8"), ("nl4", "s6", "f16"), ("int4", "i8", "s6"), ("iq4nl", "i8", "s6")):
         change = put(*w, "scale_dtype", to=to)
         yield Fault(f"{scheme}-with-{to}", "3.7", ("3.7/2",), file_of((3, 9), scheme, 32, of, change=change))
-    yield Fault("nl4-super-scales-by-256", "3.9", ("3.9/2",), file_of(*nl4, change=put(*w, "parts", 2, "nbytes", to=64)))
+    change = put(*w, "parts", 2, "nbytes", to=64)
+    yield Fault("nl4-super-scales-by-256", "3.9", ("3.9/2",), file_of(*nl4, change=change))
     for name, size in (("group-size-8", 8), ("group-size-24", 24)):
         yield Fault(name, "3.7", ("3.7/2",), file_of((3, 9), "int4", 16, change=put(*w, "group_size", to=size)))
     iq4nl = tensor("w", (3, 9), "iq4nl", 32)

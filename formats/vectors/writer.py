@@ -111,7 +111,8 @@ def tensor(
     zeros = [b & 15 for b in noise(f"zeros {name} {scheme}", n_scales)]
     has_offsets = scheme in ("int4o", "int8o")
     offsets = scale_bits(f"offsets {name} {scheme}", n_scales, scale_dtype) if has_offsets else []
-    letter, number_type = {"f16": ("<H", "<f2"), "f32": ("<I", "<f4"), "i8": ("<B", "i1"), "s6": ("<B", "u1")}[scale_dtype]
+    types = {"f16": ("<H", "<f2"), "f32": ("<I", "<f4"), "i8": ("<B", "i1"), "s6": ("<B", "u1")}
+    letter, number_type = types[scale_dtype]
     per_scale, half = struct.Struct(letter), struct.Struct("<H")
     n_supers = min(n_columns, 1) if scale_dtype == "s6" else up(n_columns, 256) // 256  # w4-codes 3.3
     supers = scale_bits(f"super scales {name} {scheme}", n_matrices * n_rows * n_supers, "f16")

@@ -39,12 +39,15 @@ def steps_of(
     """The step of the scales of each row, (n_tiles, 16), an FP16 number: TOP_SCALE steps are the largest scale of the
     row, as a search by few candidates finds it.
 
-    tiles: weights (n_tiles, n_columns, 16); pivots: weights of the columns' errors, (n_columns,).
+    tiles: weights (n_tiles, n_columns, 16); pivots: weights of the columns' errors, (n_columns,). Raises BadValueError
+    for a scale beyond FP16.
     """
     candidates = np.array(STEPPING, np.float32)
-    scales, _, _ = search_scales(tiles, group_size, None, pivots, candidates, grid=grid, threads=threads)
-    with np.errstate(over="ignore"):
-        step = (np.abs(scales).max(axis=1, initial=0) / np.float32(TOP_SCALE)).astype(np.float16)
+    scales, _, errors = search_scales(tiles, group_size, None, pivots, candidates, grid=grid, threads=threads)
+    if beyond := np.argwhere(np.isinf(errors)).tolist():
+        tile, group, row = beyond[0]
+        raise BadValueError("a scale beyond FP16", tile * TILE_ROWS + row, group * group_size)
+    step = (np.abs(scales).max(axis=1, initial=0) / np.float32(TOP_SCALE)).astype(np.float16)
     return np.asarray(step, np.float32)
 
 
@@ -62,12 +65,9 @@ def _quantize_shifted(w: F32Array, scheme: QuantScheme, threads: int | None) -> 
         return PackedRows(empty, scales_, None, 0, supers.astype(np.float16))
     pivots = np.ones(n_columns, np.float32)
     steps = steps_of(tiles, pivots, size, grid, threads=threads)
-    scales, shifts, errors = search_scales(
+    scales, shifts, _ = search_scales(
         tiles, size, None, pivots, np.array(SHIFTED, np.float32), grid=grid, steps=steps, threads=threads
     )
-    if beyond := np.argwhere(np.isinf(errors)).tolist():
-        tile, group, row = beyond[0]
-        raise BadValueError("a scale beyond FP16", tile * TILE_ROWS + row, group * size)
     group_of = (np.arange(n_columns) // size).astype(np.int32)
     q = gptq_round(tiles, group_of, scales, shifts, None, grid=grid, threads=threads)
     lost = np.logical_or.reduceat(tiles != 0, np.arange(0, n_columns, size), axis=1) & (scales == 0)

@@ -388,21 +388,25 @@ class _Problem:
         whole: of the least output error of the group after GPTQ's column updates.
         """
         n, size = self._w.shape[1], self._size
-        pivots = np.ascontiguousarray(np.diag(self._inputs.fit))
-        groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, pivots)
+        squares = np.ascontiguousarray(np.diag(self._inputs.fit))
+        groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, squares)
         steps = None
         if self._grid.shifts:
-            squares = np.ascontiguousarray(np.diag(self._inputs.fit))
-            steps = kernels.steps_of(tiles, squares, size, self._grid, threads=self._threads)
+            try:
+                steps = kernels.steps_of(tiles, squares, size, self._grid, threads=self._threads)
+            except kernels.BadValueError as error:
+                raise self._scale_error(error.row, error.column) from None
         scales, q_min, errors = kernels.search_scales(
             np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
             grid=self._grid, steps=steps, threads=self._threads,
         )  # fmt: skip
         if np.isinf(errors).any():
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()
-            found = tile * TILE_ROWS + row
-            raise ScaleError(found if self._rows is None else int(self._rows[found]), group * size)
+            raise self._scale_error(tile * TILE_ROWS + row, group * size)
         return _Scales(scales, q_min, steps)
+
+    def _scale_error(self, row: int, column: int) -> ScaleError:
+        return ScaleError(row if self._rows is None else int(self._rows[row]), column)
 
     def _nearest(self, tiles: F32Array, s: _Scales) -> _Rounding:
         q = kernels.gptq_round(tiles, self._group, s.scales, s.q_min, None, grid=self._grid, threads=self._threads)

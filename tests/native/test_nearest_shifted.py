@@ -1,0 +1,150 @@
+"""Round-to-nearest of nl4: native code against w4-codes 6.7 written down plainly, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from w4conv import codes, kernels
+from w4conv.scheme import IQ4NL, QuantScheme, scheme_of
+
+F32 = np.float32
+LEVELS = np.array(IQ4NL, F32)
+MIDDLES = (LEVELS[:-1] + LEVELS[1:]) / F32(2)
+SHIFTS = (-12, -4, 4, 12)
+TIERS = kernels.isa_tiers()
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("W4CONV_ISA", request.param)
+    return str(request.param)
+
+
+def candidates(group: npt.NDArray[np.float32], multiples: list[float]) -> list[tuple[Any, int]]:
+    e = np.abs(group).max() / F32(127)
+    return [(e * F32(sign * m), shift) for m in multiples for shift in SHIFTS for sign in (1, -1)]
+
+
+def coded(group: npt.NDArray[np.float32], scale: Any, shift: int) -> tuple[Any, npt.NDArray[np.intp]]:
+    """(sum of squares, codes)."""
+    if scale == 0:
+        q, restored = np.searchsorted(MIDDLES, np.full(len(group), F32(-shift))), np.zeros_like(group)
+    else:
+        q = np.searchsorted(MIDDLES, group * (F32(1) / scale) - F32(shift))
+        restored = (LEVELS[q] + F32(shift)) * scale
+    total = F32(0)
+    for e in (group - restored)[::-1]:
+        total = total + e * e
+    return total, q
+
+
+def least(group: npt.NDArray[np.float32], found: list[tuple[Any, int]]) -> tuple[Any, int, npt.NDArray[np.intp]]:
+    best: tuple[Any, Any, int, npt.NDArray[np.intp]] | None = None
+    for scale, shift in found:
+        total, q = coded(group, scale, shift)
+        if best is None or total < best[0]:
+            best = total, scale, shift, q
+    assert best is not None
+    return best[1:]
+
+
+def by_the_text(w: npt.NDArray[np.float32], size: int) -> tuple[Any, Any, Any]:
+    """codes (n_rows, n_columns), bytes (n_rows, n_groups), super-scales (n_rows,)."""
+    n_rows, n_columns = w.shape
+    all_codes, all_bytes, supers = np.zeros(w.shape, np.uint8), [], []
+    for row, values in enumerate(w):
+        groups = [values[i : i + size] for i in range(0, n_columns, size)]
+        coarse = [[(F32(np.float16(s)), d) for s, d in candidates(g, [1.15, 0.95, 0.75])] for g in groups]
+        top = max(abs(least(g, found)[0]) for g, found in zip(groups, coarse, strict=True))
+        step = F32(np.float16(top / F32(31)))
+        for i, group in enumerate(groups):
+            fine = []
+            for scale, shift in candidates(group, [(124 - 8 * k) / 100 for k in range(9)]):
+                whole = np.rint(np.clip(scale / step, F32(-31), F32(31))) if step > 0 else F32(0)
+                fine.append((F32(whole * step), shift))
+            scale, shift, q = least(group, fine)
+            sub_scale = int(np.rint(scale / step)) if step > 0 else 0
+            all_bytes.append((sub_scale & 63) | SHIFTS.index(shift) << 6 if sub_scale else 0)
+            all_codes[row, i * size : i * size + len(group)] = q
+        supers.append(step)
+    return all_codes, np.array(all_bytes, np.uint8).reshape(n_rows, -1), np.array(supers)
+
+
+def some_weights(n_rows: int, n_columns: int) -> npt.NDArray[np.float32]:
+    rng = np.random.default_rng(n_columns)
+    w = (rng.standard_t(5, (n_rows, n_columns)) * 0.02).astype(F32)
+    w[0, : n_columns // 2] = 0
+    w[-1] *= F32(2.0**-14)  # scales near the lowest FP16 numbers
+    if n_rows > 2:
+        w[1] = 0
+        w[2] = np.abs(w[2])
+    return w
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_columns", "size"), [(1, 1, 16), (3, 45, 16), (18, 96, 32), (4, 200, 64), (5, 150, 128)]
+)
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_rounding_is_that_of_the_text(tier: str, n_rows: int, n_columns: int, size: int, dtype: str) -> None:
+    w = some_weights(n_rows, n_columns)
+    stored = {"F16": w.astype(np.float16), "BF16": codes.f32_to_bf16(w), "F32": w}[dtype]
+    w = codes.as_f32(stored, dtype)
+    scheme = scheme_of("nl4", size)
+    q, sub_scales, supers = by_the_text(w, size)
+    for threads in (1, 2):
+        got = kernels.quantize_rtn(stored, dtype, scheme, threads=threads).parts()
+        assert list(got) == ["codes", "scales", "super_scales"]
+        assert np.array_equal(codes.unpack(scheme, got["codes"][None], n_rows, n_columns)[0], q)
+        assert np.array_equal(codes.unpack_rows(got["scales"][None], n_rows)[0], sub_scales)
+        assert np.array_equal(codes.unpack_rows(got["super_scales"][None], n_rows)[0, :, 0], supers.astype(np.float16))
+    blocks = [kernels.quantize_rtn(stored[i : i + 16], dtype, scheme) for i in range(0, n_rows, 16)]
+    assert np.array_equal(np.concatenate([b.codes for b in blocks]), got["codes"])
+
+
+def test_no_other_candidate_is_closer() -> None:
+    """In float64, of all scales and shifts that a byte can say."""
+    w = some_weights(6, 64)[3:5]
+    parts = kernels.quantize_rtn(w, "F32", scheme_of("nl4", 32)).parts()
+    got = codes.dequantize(scheme_of("nl4", 32), w.shape, {kind: kernels.as_bytes(p) for kind, p in parts.items()})
+    steps = codes.unpack_rows(parts["super_scales"][None], 2)[0, :, 0].astype(np.float64)
+    for row, step in enumerate(steps):
+        for part in (slice(0, 32), slice(32, 64)):
+            group = w[row, part].astype(np.float64)
+            error = np.square(group - got[row, part]).sum()
+            best = min(
+                np.square(group[:, None] - k * step * (LEVELS.astype(np.float64) + shift)).min(axis=1).sum()
+                for k in range(-31, 32) for shift in SHIFTS
+            )  # fmt: skip
+            assert best <= error * (1 + 1e-6)
+            assert error <= 1.1 * best  # 72 candidates stand for 252
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_no_number_is_named(bad: float) -> None:
+    w = some_weights(20, 64)
+    w[17, 40] = bad
+    with pytest.raises(kernels.BadValueError, match=r"(NaN|infinity) at row 17, column 40"):
+        kernels.quantize_rtn(w, "F32", scheme_of("nl4", 32))
+
+
+def test_a_scale_beyond_fp16_is_named() -> None:
+    w = np.ones((3, 64), F32)
+    w[2, 40] = 1e9
+    with pytest.raises(kernels.BadValueError, match="a scale beyond FP16 at row 2, column 32"):
+        kernels.quantize_rtn(w, "F32", scheme_of("nl4", 32))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (5, 0), (0, 0)])
+def test_matrices_without_values(shape: tuple[int, int]) -> None:
+    scheme = scheme_of("nl4", 32)
+    parts = kernels.quantize_rtn(np.zeros(shape, F32), "F32", scheme).parts()
+    assert {kind: p.nbytes for kind, p in parts.items()} == codes.part_sizes(scheme, shape)
+
+
+def test_values_too_small_for_a_scale_are_counted() -> None:
+    w = np.full((1, 32), 1e-7, F32)
+    assert kernels.quantize_rtn(w, "F32", QuantScheme("nl4", 32, "s6")).n_underflowed == 1
