@@ -82,7 +82,10 @@ def _enums(node: object) -> set[object]:
 
 def _is_rounded(kind: str) -> bool:
     from w4conv.quantization import reference
-    from w4conv.scheme import QuantScheme
+    from w4conv.scheme import KINDS, QuantScheme
+
+    if KINDS[kind].has_shifts:
+        return True  # kernels.quantize_rtn rounds to every such grid
 
     ways: tuple[Callable[..., object], ...] = (reference.quantize_rtn, reference.quantize_codes)
     for way in ways:

@@ -153,7 +153,7 @@ def test_the_schema_accepts_every_valid_index(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", list(scheme.KINDS))
 def test_padding_changes_no_value(kind: str, tmp_path: Path) -> None:
     """Whatever stands in padding rows and columns: a reader that has not verified gives the same values."""
-    coding = QuantScheme(kind) if kind in scheme.FLOAT_KINDS else QuantScheme(kind, 32, "f16")
+    coding = scheme.scheme_of(kind, 32)
     shape = (2, 5, 35)
     parts = random_parts(coding, shape)
     noisy = {}

@@ -26,6 +26,8 @@ SCHEMES = {
     "int4o/g32": QuantScheme("int4o", 32, "f16"),
     "e2m1/g32": QuantScheme("e2m1", 32, "f16"),
     "int8/g32": QuantScheme("int8", 32, "f16"),
+    "nl4/g16": QuantScheme("nl4", 16, "s6"),
+    "nl4/g32": QuantScheme("nl4", 32, "s6"),
     "f16": QuantScheme("f16"),
 }
 BLOCKS = {  # kept of GGUF

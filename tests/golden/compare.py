@@ -39,6 +39,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int4/g128": {"scheme": "w4a16", "group_size": 128},
     "int4/row": {"scheme": "w4a16", "group_size": "row", "embeddings": "int4"},
     "int4z/g32": {"scheme": "int4z", "group_size": 32, "embeddings": "int4z"},
+    "nl4/g16": {"scheme": "nl4", "group_size": 16},
+    "nl4/g32": {"scheme": "nl4", "group_size": 32},
     "nf4/g64": {"scheme": "nf4", "group_size": 64, "embeddings": "nf4"},
     "fp4/g64": {"scheme": "fp4", "group_size": 64, "embeddings": "fp4"},
     "int8/g128": {"scheme": "w8a16", "group_size": 128},

@@ -386,7 +386,7 @@ def test_scales_that_underflow_are_told(model: Path, tmp_path: Path) -> None:
     [
         ({"scheme": "q4"}, "unknown scheme 'q4'; choose one of w4a16"),
         ({"embeddings": "int2"}, "unknown embeddings 'int2'; choose one of int4"),
-        ({"group_size": 48}, "group size 48 is not one of 32, 64, 128, 256, row"),
+        ({"group_size": 48}, "group size 48 is not one of 16, 32, 64, 128, 256, row"),
         ({"group_size": "all"}, "group size all"),
         ({"threads": 0}, "threads is 0"),
     ],

@@ -93,7 +93,7 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path, text: str, message: str)
         ('linear = {bits = 4}', "unknown key 'bits'; there are scheme, group and method"),
         ('linear = {scheme = "int3"}', "scheme is 'int3', expected one of int4"),
         ('linear = {scheme = "w4a16"}', "scheme is 'w4a16'"),
-        ('linear = {group = 48}', "group is 48, expected one of 32, 64"),
+        ('linear = {group = 48}', "group is 48, expected one of 16, 32, 64"),
         ('linear = {group = true}', "group is True"),
         ('linear = {scheme = "f16", group = 64}', "scheme f16 has no groups"),
         ('linear = {scheme = "keep", group = 64}', "scheme keep has no groups"),
