@@ -20,9 +20,8 @@ from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, OutputResidual, ScaleError, Solution, solve
 from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.query_moments import RopeAverage
-from w4conv.quantization.recipe import KEPT
-from w4conv.runtime.engine import Captured, LayerModel, Matrix, padded_width
-from w4conv.runtime.layers import final_norm
+from w4conv.runtime.engine import Captured, LayerModel, Matrix
+from w4conv.runtime.layers import LayeredSource, final_norm
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
 
@@ -156,7 +155,7 @@ class SequentialCalibrator(Calibrator):
     ) -> None:  # fmt: skip
         """stored: the parts of a kept tensor, by name."""
         super().__init__(source, spec, layout, methods, threads=threads, solved=solved, kept=kept)
-        self._stored = stored
+        self._stored, self._model = stored, LayeredSource(source, threads=threads)
         self._sequences = text.sequences
         # Hidden states (n, ctx, padded hidden_size): of the original model, and of the one quantized so far.
         self._hidden: tuple[F32Array, F32Array] | None = None
@@ -176,16 +175,16 @@ class SequentialCalibrator(Calibrator):
         return self._done.pop(name)
 
     def _start(self) -> None:
-        original = self._embed(self._original_rows)
+        original = self._model.embed(self._sequences)
         embedding = self._spec.tensors()[0]
         if embedding.name in self._methods:  # tied: rounded for its error as the head
             if embedding.name not in self._kept:
                 observed = self._original_head(original[::TIED_SHARE].copy())
                 self._done[embedding.name] = self._solve_rows(embedding, observed)
             matrix = self._rounded(embedding)
-            self._hidden = original, self._embed(lambda ids: _some_rows(matrix, ids))
+            self._hidden = original, self._model.embed(self._sequences, lambda ids: _some_rows(matrix, ids))
         else:
-            self._hidden = original, self._embed(self._nearest_rows)
+            self._hidden = original, self._model.embed(self._sequences, self._nearest_rows)
 
     def _run_layer(self, layer: int) -> None:
         assert self._hidden is not None
@@ -215,8 +214,8 @@ class SequentialCalibrator(Calibrator):
         """The matrices of a layer: what they are, their original values; and its vectors."""
         tensors = [t for t in self._spec.tensors() if t.layer == layer]
         linears = {t.part: t for t in tensors if t.role == "linear"}
-        vectors = {t.part: _floats(self._source, t.name) for t in tensors if t.role in ("norm", "bias")}
-        return linears, {part: self._original(t) for part, t in linears.items()}, vectors
+        vectors = {t.part: self._model.vector(t) for t in tensors if t.role in ("norm", "bias")}
+        return linears, {part: self._model.matrix(t) for part, t in linears.items()}, vectors
 
     def _targets(self, model: LayerModel, original: F32Array) -> dict[str, F32Array]:
         """Targets of the quantized layer, by hook: the inputs at NORMED_HOOKS; elsewhere the hidden states after the
@@ -290,7 +289,7 @@ class SequentialCalibrator(Calibrator):
         if t.name not in self._methods:
             scheme = self._layout.tensors[t.name].scheme
             same = self._source.tensors[t.name].coding == scheme  # coded as in the source
-            return self._original(t) if same else self._coded(t, scheme)
+            return self._model.matrix(t) if same else self._coded(t, scheme)
         self._done[t.name] = self._solve_matrix(
             t, observed, of_inputs=READS[t.part] in NORMED_HOOKS, query_moments=query_moments
         )
@@ -305,9 +304,6 @@ class SequentialCalibrator(Calibrator):
             parts = {kind: kernels.as_bytes(part) for kind, part in self._done[t.name].parts().items()}
         return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
 
-    def _original(self, t: TensorSpec) -> Matrix:
-        return self._coded(t, KEPT[self._source.tensors[t.name].dtype])
-
     def _coded(self, t: TensorSpec, scheme: QuantScheme) -> Matrix:
         dtype = self._source.tensors[t.name].dtype
         try:
@@ -316,38 +312,16 @@ class SequentialCalibrator(Calibrator):
             raise self._bad_value(t.name, error) from None
         return scheme, (t.shape[0], t.shape[1]), parts
 
-    def _embed(self, rows_of: Callable[[npt.NDArray[np.int64]], F32Array]) -> F32Array:
-        """Hidden states (n, ctx, padded hidden_size) before the first layer; rows_of: embedding rows by token ids."""
-        ids, places = np.unique(self._sequences, return_inverse=True)
-        rows = rows_of(ids)
-        out = np.zeros((*self._sequences.shape, padded_width(rows.shape[1])), np.float32)
-        out[..., : rows.shape[1]] = rows[places.reshape(self._sequences.shape)]
-        out *= np.float32(self._spec.embedding_scale)
-        return out
-
-    def _original_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
-        t = self._spec.tensors()[0]
-        return codes.as_f32(self._rows(t.name, ids), self._source.tensors[t.name].dtype)
-
     def _nearest_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
         """As in the container."""
         t = self._spec.tensors()[0]
-        scheme, dtype = self._layout.tensors[t.name].scheme, self._source.tensors[t.name].dtype
-        rows = self._rows(t.name, ids)
+        scheme = self._layout.tensors[t.name].scheme
+        rows = self._model.rows(t, ids)
         try:
-            parts = _nearest(rows, dtype, scheme, self._threads)
+            parts = _nearest(rows, "F32", scheme, self._threads)
         except kernels.BadValueError as error:
             raise self._bad_value(t.name, error, int(ids[error.row])) from None
         return codes.dequantize(scheme, rows.shape, parts)
-
-    def _rows(self, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """The rows `ids` (ascending) of a matrix, read a block at a time."""
-        blocks = []
-        for start in range(0, self._source.tensors[name].shape[0], _READ_ROWS):
-            wanted = ids[(ids >= start) & (ids < start + _READ_ROWS)] - start
-            if len(wanted):
-                blocks.append(self._source.read(name, slice(start, start + int(wanted[-1]) + 1))[wanted])
-        return np.concatenate(blocks)
 
     def _original_head(self, original: F32Array) -> _Observed:
         """Inputs of the head in the original model; overwrites `original`."""
@@ -368,8 +342,7 @@ class SequentialCalibrator(Calibrator):
 
     def _normed(self, hidden: F32Array) -> F32Array:
         """Hidden states after the final norm."""
-        norm = next(t for t in self._spec.tensors() if t.part == "norm")
-        return final_norm(self._spec, hidden, _floats(self._source, norm.name), threads=self._threads)
+        return final_norm(self._spec, hidden, self._model.final_norm_weight(), threads=self._threads)
 
 
 def _nearest(
@@ -389,7 +362,3 @@ def _some_rows(matrix: Matrix, ids: npt.NDArray[np.int64]) -> F32Array:
         of_tile = {kind: part[tile] for kind, part in tiles.items()}
         out[i] = codes.dequantize(scheme, (TILE_ROWS, n_columns), of_tile)[row]
     return out
-
-
-def _floats(source: Source, name: str) -> F32Array:
-    return codes.as_f32(source.read(name), source.tensors[name].dtype)
