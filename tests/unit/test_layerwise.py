@@ -92,7 +92,7 @@ def test_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_one_layer_of_the_source_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_llama_dir(tmp_path / "in", layers=4)
     quantize(source, tmp_path / "int4.w4")
-    original, held, most = LayeredSource._matrix, [], 0
+    original, held, most = LayeredSource.matrix, [], 0
 
     def watched(self: LayeredSource, t: TensorSpec) -> Any:
         nonlocal most
@@ -101,7 +101,7 @@ def test_one_layer_of_the_source_is_held_at_a_time(tmp_path: Path, monkeypatch: 
         most = max(most, sum(ref() is not None for ref in held))
         return matrix
 
-    monkeypatch.setattr(LayeredSource, "_matrix", watched)
+    monkeypatch.setattr(LayeredSource, "matrix", watched)
     with layered(source, tmp_path / "int4.w4") as (container, opened, _):
         models: list[LayeredModel] = [container, opened]
         for _ in scored_logits(models, windows()):

@@ -158,7 +158,9 @@ class _Run:
         self._hidden = model.embed(tokens)  # (n, ctx, padded hidden_size)
         self._copies: dict[int | str, F32Array] = {}
         if EMBEDDING in ends:
-            self._copies[EMBEDDING] = model.embed(tokens, lambda rows: _nearest(rows, ends[EMBEDDING][0], threads))
+            self._copies[EMBEDDING] = model.embed(
+                tokens, lambda ids: _nearest(model.rows(model.spec.tensors()[0], ids), ends[EMBEDDING][0], threads)
+            )
 
     def layer(self, i: int, coded: Mapping[str, Matrix]) -> tuple[dict[str, float], dict[str, F64Array]]:
         """(output error of the layer with each coded matrix alone, sums of squares of the rows at each hook)."""

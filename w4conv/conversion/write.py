@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import VALUE_DTYPES, Array
-from w4conv.calibration.calibrator import Calibrator, SequentialCalibrator, StatisticsCalibrator
+from w4conv.calibration.calibrator import Calibrator, StatisticsCalibrator
+from w4conv.calibration.sequential import SequentialCalibrator
 from w4conv.calibration.statistics import Statistics
 from w4conv.container import SIGNATURE, Journal, Writer, stamp
 from w4conv.conversion.plan import ConversionPlan

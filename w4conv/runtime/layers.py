@@ -41,22 +41,22 @@ class LayeredModel(ABC):
     activations: str = "int16"
     kv: str = "f16"
 
-    def embed(self, tokens: IntArray, change: Callable[[F32Array], F32Array] = lambda rows: rows) -> F32Array:
+    def embed(self, tokens: IntArray, rows_of: Callable[[IntArray], F32Array] | None = None) -> F32Array:
         """Token ids (..., n_tokens) -> hidden states before the first layer, (..., n_tokens, padded hidden_size).
 
-        change: applied to the rows of the embedding first.
+        rows_of: rows of another embedding by token ids, ascending, in place of the model's own.
         """
         t = self.spec.tensors()[0]
         ids, index = np.unique(tokens, return_inverse=True)
         out = np.zeros((*tokens.shape, padded_width(t.shape[1])), np.float32)
-        out[..., : t.shape[1]] = change(self._rows(t, ids))[index.reshape(tokens.shape)]
+        out[..., : t.shape[1]] = (self.rows(t, ids) if rows_of is None else rows_of(ids))[index.reshape(tokens.shape)]
         out *= np.float32(self.spec.embedding_scale)
         return out
 
     def layer(self, i: int, *, threads: int | None = None) -> LoadedLayer:
         tensors = self.spec.layer_tensors(i)
-        matrices = {t.local_name: self._matrix(t) for t in tensors if t.role not in ("norm", "bias")}
-        vectors = {t.local_name: self._vector(t) for t in tensors if t.role in ("norm", "bias")}
+        matrices = {t.local_name: self.matrix(t) for t in tensors if t.role not in ("norm", "bias")}
+        vectors = {t.local_name: self.vector(t) for t in tensors if t.role in ("norm", "bias")}
         model = LayerModel(self.spec, i, matrices, vectors, threads=threads, activations=self.activations, kv=self.kv)
         return LoadedLayer(model, matrices)
 
@@ -64,7 +64,7 @@ class LayeredModel(ABC):
         self, i: int, loaded: LoadedLayer, matrices: Mapping[str, Matrix], *, threads: int | None = None
     ) -> LayerModel:
         """Layer i with some matrices replaced."""
-        vectors = {t.local_name: self._vector(t) for t in self.spec.layer_tensors(i) if t.role in ("norm", "bias")}
+        vectors = {t.local_name: self.vector(t) for t in self.spec.layer_tensors(i) if t.role in ("norm", "bias")}
         return LayerModel(self.spec, i, loaded.matrices | dict(matrices), vectors, threads=threads)
 
     def changed_head(self, matrix: Matrix, *, threads: int | None = None) -> HeadModel:
@@ -72,22 +72,24 @@ class LayeredModel(ABC):
         return HeadModel(self.spec, matrix, self.final_norm_weight(), threads=threads)
 
     def final_norm_weight(self) -> F32Array:
-        return self._vector(next(t for t in self.spec.tensors() if t.part == "norm" and t.layer is None))
+        return self.vector(next(t for t in self.spec.tensors() if t.part == "norm" and t.layer is None))
 
     def head(self, *, threads: int | None = None) -> HeadModel:
         tensors = self.spec.tensors()
         head = next(t for t in tensors if t.role == ("embedding" if self.spec.tied_head else "head"))
-        matrix, vector = self._matrix(head), self.final_norm_weight()
+        matrix, vector = self.matrix(head), self.final_norm_weight()
         return HeadModel(self.spec, matrix, vector, threads=threads, activations=self.activations)
 
     @abstractmethod
-    def _matrix(self, t: TensorSpec) -> Matrix: ...
+    def matrix(self, t: TensorSpec) -> Matrix:
+        """A matrix, or a stack of them, as the engine takes it."""
 
     @abstractmethod
-    def _vector(self, t: TensorSpec) -> F32Array: ...
+    def vector(self, t: TensorSpec) -> F32Array:
+        """A norm or a bias."""
 
     @abstractmethod
-    def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
+    def rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
         """The rows `ids`, ascending, of a matrix."""
 
 
@@ -106,15 +108,15 @@ class LayeredContainer(LayeredModel):
         self._container, self.activations, self.kv = container, activations, kv
         self.spec = spec_of(container.blobs)
 
-    def _matrix(self, t: TensorSpec) -> Matrix:
+    def matrix(self, t: TensorSpec) -> Matrix:
         info = self._container.tensors[t.name]
         parts = {part.kind: self._container.bytes_of(part) for part in info.parts}
         return info.scheme, info.shape, parts
 
-    def _vector(self, t: TensorSpec) -> F32Array:
+    def vector(self, t: TensorSpec) -> F32Array:
         return self._container.dequantize(t.name)
 
-    def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
+    def rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
         return np.concatenate([self._container.dequantize(t.name, slice(i, i + 1)) for i in ids.tolist()])
 
 
@@ -125,7 +127,7 @@ class LayeredSource(LayeredModel):
         self._source, self._threads = source, threads
         self.spec = spec_of(source.blobs)
 
-    def _matrix(self, t: TensorSpec) -> Matrix:
+    def matrix(self, t: TensorSpec) -> Matrix:
         found = self._source.tensors[t.name]
         scheme = KEPT[found.dtype]
         n_rows, n_columns = found.shape[-2:]
@@ -150,10 +152,10 @@ class LayeredSource(LayeredModel):
                 lines[i, start // TILE_ROWS : start // TILE_ROWS + len(packed)] = packed
         return scheme, found.shape, {"values": kernels.as_bytes(lines)}
 
-    def _vector(self, t: TensorSpec) -> F32Array:
+    def vector(self, t: TensorSpec) -> F32Array:
         return codes.as_f32(self._source.read(t.name), self._source.tensors[t.name].dtype)
 
-    def _rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
+    def rows(self, t: TensorSpec, ids: IntArray) -> F32Array:
         n_rows, n_columns = self._source.tensors[t.name].shape
         step = max(_BLOCK_NBYTES // (max(n_columns, 1) * 4), 1)
         blocks = []
