@@ -115,7 +115,10 @@ MUTANTS: dict[str, tuple[ModuleType, str, Any, str]] = {
     "lanes summed from the left": (arithmetic, "tree", from_the_left, LLAMA),
     "a super-scale for 512 columns": (gemm, "SUPER_COLUMNS", 512, "llama-gguf, keep, 40 tokens"),
     "weights without fma": (gemm, "fma", unfused, "llama, f32, 40 tokens"),
-    "levels without fma": (gemm, "fma", unfused, "llama, nf4/g64, 40 tokens"),
+    "levels of 11 bits": (gemm, "CODEBOOKS", gemm.CODEBOOKS | {"nf4": (1024, True)}, "llama, nf4/g64, 40 tokens"),
+    "wide levels in blocks of the group": (
+        gemm, "CODEBOOKS", gemm.CODEBOOKS | {"fp4": (192, False)}, "llama, fp4/g64, 40 tokens",
+    ),
     "attention without fma": (attention, "fma", unfused, LLAMA),
     "KV splits of 128": (attention, "KV_SPLIT", 128, LONG),
     "no attention sinks under a budget": (attention, "SINK_TOKENS", 0, f"{LONG}, kv_memory 180224"),

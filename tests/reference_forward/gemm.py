@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,15 @@ from w4conv import codes
 from w4conv.container import Container
 from w4conv.scheme import QuantScheme
 
-INTEGER_KINDS = ("int4", "int4z", "int4o", "e2m1", "iq4nl", "nl4", "int8", "int8o")
+INTEGER_KINDS = ("int4", "int4z", "int4o", "int8", "int8o")
+# Of codebooks: what makes levels whole, and whether they are too wide for activation blocks of 128.
+CODEBOOKS = {"e2m1": (2, False), "iq4nl": (1, False), "nl4": (1, False), "nf4": (2048, True), "fp4": (192, True)}
 SUPER_COLUMNS = 256
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """levels: (n_rows, n_columns), int64 of integer kinds, else float32; of e2m1 twice the level, and half the scale.
-    scales, offsets: (n_rows, n_groups) float32."""
+    """levels: (n_rows, n_columns), int64 of integer kinds, else float32. scales, offsets: (n_rows, n_groups) float32."""
 
     kind: str
     group_size: int
@@ -30,7 +31,7 @@ class Matrix:
 
     @property
     def block(self) -> int:
-        return min(self.group_size, 128)
+        return min(self.group_size, 32 if self.kind in CODEBOOKS and CODEBOOKS[self.kind][1] else 128)
 
     def group_of(self, column: int) -> int:
         return column // self.group_size
@@ -85,16 +86,7 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
     elif scheme.kind == "int4z":
         points = of_groups("zero_points", "u1").astype(np.int64)
         levels = stored.astype(np.int64) - np.repeat(points, group_size, axis=2)[..., :n_columns]
-    elif scheme.kind == "e2m1":
-        levels = np.rint(2 * codes.CODEBOOKS["e2m1"])[stored].astype(np.int64)
-        scales = scales * f32(0.5)
-    elif scheme.kind == "iq4nl":
-        levels = codes.CODEBOOKS["iq4nl"][stored].astype(np.int64)
-    elif scheme.kind == "nl4":
-        shifts = 8 * (of_groups("scales", "u1").astype(np.int64) // 64) - 12
-        levels = codes.CODEBOOKS["nl4"][stored].astype(np.int64)
-        levels = levels + np.repeat(shifts, group_size, axis=2)[..., :n_columns]
-    elif scheme.kind in ("nf4", "fp4"):
+    elif scheme.kind in CODEBOOKS:
         levels = codes.CODEBOOKS[scheme.kind][stored]
     else:
         levels = stored.astype(np.int64)
@@ -105,7 +97,7 @@ def multiply(matrix: Matrix, x: F32, *, top: int) -> F32:
     """x: (n_tokens, n_columns). top: 32767, or 127 with activations of 8 bits. (n_tokens, n_rows)."""
     if matrix.kind in INTEGER_KINDS:
         return multiply_integers(matrix, x, top)
-    return multiply_levels(matrix, x) if matrix.kind in ("nf4", "fp4") else multiply_floats(matrix, x)
+    return multiply_levels(matrix, x, top) if matrix.kind in CODEBOOKS else multiply_floats(matrix, x)
 
 
 # ---- 2 Integer weights ---------------------------------------------------------------------------------------------
@@ -121,34 +113,31 @@ def integers(x: F32, top: int) -> tuple[F32, npt.NDArray[np.int64]]:
     return np.where(bad, f32(np.nan), scale), np.rint(quotients).astype(np.int64)
 
 
-def multiply_integers(w: Matrix, x: F32, top: int) -> F32:
+def multiply_levels(w: Matrix, x: F32, top: int) -> F32:
+    """The levels of a codebook times a number, as integers; activation scales over that number."""
+    times, is_wide = CODEBOOKS[w.kind]
+    levels = np.rint(times * w.levels.astype(np.float64)).astype(np.int64)
+    return multiply_integers(replace(w, levels=levels), x, 32767 if is_wide else top, f32(1) / f32(times))
+
+
+def multiply_integers(w: Matrix, x: F32, top: int, factor: F32 = f32(1)) -> F32:
     y = np.zeros((len(x), len(w.levels)), f32)
     for column in range(0, x.shape[1], w.block):
         columns = slice(column, column + w.block)
         a_scale, a = integers(x[:, columns], top)
         isum = a @ w.levels[:, columns].astype(np.int64).T
         group = w.group_of(column)
-        y = y + isum.astype(f32) * (w.scales[:, group] * a_scale)
+        y = y + isum.astype(f32) * (w.scales[:, group] * (a_scale * factor))
         if w.offsets is not None:
             y = y + a.sum(axis=1, keepdims=True).astype(f32) * (w.offsets[:, group] * a_scale)
     return y
 
 
-# ---- 3 Float and codebook weights ----------------------------------------------------------------------------------
+# ---- 3 Float weights -----------------------------------------------------------------------------------------------
 
 
 def multiply_floats(w: Matrix, x: F32) -> F32:
     y = np.zeros((len(x), len(w.levels)), f32)
     for k in range(x.shape[1]):
         y = fma(w.levels[:, k], x[:, k, None], y)
-    return y
-
-
-def multiply_levels(w: Matrix, x: F32) -> F32:
-    y = np.zeros((len(x), len(w.levels)), f32)
-    for column in range(0, x.shape[1], w.block):
-        s = np.zeros_like(y)
-        for k in range(column, min(column + w.block, x.shape[1])):
-            s = fma(w.levels[:, k], x[:, k, None], s)
-        y = y + s * w.scales[:, w.group_of(column)]
     return y

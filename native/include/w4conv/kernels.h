@@ -12,6 +12,7 @@ namespace w4conv {
 
 constexpr int kTileRows = 16;
 constexpr int kBlock = 128;                   // columns that share an activation scale, at most
+constexpr int kWordsBlock = 32;               // the same, where levels are wider than a byte
 constexpr int kTokenGroup = 12;               // tokens interleaved for the GEMM
 constexpr int kMaxTokens = 10 * kTokenGroup;  // tokens that a GEMM takes through a block of weights at a time
 constexpr int kGemmTiles = 4;                 // tiles whose block of columns a GEMM unpacks together
@@ -30,10 +31,8 @@ constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1
 enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNl4, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
 constexpr bool is_codebook(Kind kind) { return kind >= Kind::kE2m1 && kind <= Kind::kFp4; }
-// Whether GEMV and GEMM take the activations as integers (docs/numerics.md 2), or as they are.
 constexpr bool is_int8(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kInt8o; }
 constexpr bool has_offsets(Kind kind) { return kind == Kind::kInt4o || kind == Kind::kInt8o; }
-constexpr bool takes_integers(Kind kind) { return kind < Kind::kNf4 || is_int8(kind); }
 constexpr int columns_per_dword(Kind kind) {
   return kind < Kind::kInt8 ? 8 : is_int8(kind) ? 4 : kind == Kind::kF32 ? 1 : 2;
 }
@@ -61,15 +60,33 @@ constexpr float kFp4Levels[16] = {0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f 
                                   -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
 constexpr float kE2m1Levels[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-// Twice as much is whole, so that products are those of integers, with half of each scale.
-constexpr int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-constexpr int8_t kIq4nlBytes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr float kIq4nlLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr const float* levels_of(Kind kind) {
   return kind == Kind::kNf4    ? kNf4Levels
          : kind == Kind::kFp4  ? kFp4Levels
          : kind == Kind::kE2m1 ? kE2m1Levels
                                : kIq4nlLevels;
+}
+
+// The levels of a codebook as the integers of products (docs/numerics.md 2), and what they are times as a level.
+struct WholeLevels {
+  int16_t levels[16];
+  float factor;
+};
+constexpr WholeLevels kWholeNf4 = {
+    {-2048, -1426, -1075, -809, -583, -378, -186, 0, 163, 330, 504, 692, 903, 1152, 1481, 2048}, 0x1p-11f};
+constexpr WholeLevels kWholeFp4 = {{0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48}, 1.0f / 192};
+constexpr WholeLevels kWholeE2m1 = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, 0.5f};
+constexpr WholeLevels kWholeIq4nl = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 1.0f};
+constexpr const WholeLevels& whole_levels_of(Kind kind) {
+  return kind == Kind::kNf4 ? kWholeNf4 : kind == Kind::kFp4 ? kWholeFp4 : kind == Kind::kE2m1 ? kWholeE2m1 : kWholeIq4nl;
+}
+// What a code stands for in products: itself, less a zero point or as a signed byte; or an entry of a codebook that is a
+// signed byte, or wider.
+enum class Entries : uint8_t { kNone, kBytes, kWords };
+constexpr float factor_of(Kind kind) { return is_codebook(kind) ? whole_levels_of(kind).factor : 1.0f; }
+constexpr Entries entries_of(Kind kind) {
+  return !is_codebook(kind) ? Entries::kNone : kind < Kind::kNf4 ? Entries::kBytes : Entries::kWords;
 }
 
 // Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns. kShifted:
@@ -100,24 +117,26 @@ struct Matrix {
     if (scale_type == ScaleType::kShifted) return 1;
     return scale_type == ScaleType::kInt8 ? (n_columns + kSuperColumns - 1) / kSuperColumns : 0;
   }
-  // Columns of an activation block: the weight group, or kBlock where that is smaller.
-  int64_t block() const { return group_size < kBlock ? group_size : kBlock; }
+  // Columns of an activation block: the weight group, or where that is smaller the most that 32 bits can sum.
+  int64_t block() const {
+    const int64_t most = entries_of(kind) == Entries::kWords ? kWordsBlock : kBlock;
+    return group_size < most ? group_size : most;
+  }
 };
 
 // M activation rows made ready for a GEMM. Tokens are interleaved in groups of kTokenGroup (the last group holds what
 // is left): unit p of token t of group g lies at g * kTokenGroup * stride + (p * tokens_in_group + t) * size of a unit.
 //
-// Integer form: codes of 16 or 8 bits, in dwords; a unit is an block8, the 8 columns k..:
-// 16: four pairs of int16, (0,2) (4,6) (1,3) (5,7), the order in which masks and shifts bring out the nibbles of a line.
-// 8:  columns k to k + 3, and k + 4 to k + 7.
-// 16 of one token, on tiers that multiply any bytes: the low bytes of k to k + 3, their high bytes, and the same of k + 4 to
-//     k + 7.
+// Integer form: codes of 16 or 8 bits, in dwords; a unit is an block8, the 8 columns k... In which order they lie in it is
+// for the tier to say, by bits, entries and tokens (form_of in weights.inc.h).
 struct IntActivations {
   int64_t n_tokens = 0, n_columns = 0, block = 0;
   int bits = 16;
-  uint32_t* dwords = nullptr;    // stride: n_dwords()
-  float* scales = nullptr;       // stride: n_blocks()
-  int32_t* neg8_sums = nullptr;  // -8 * sum of a block's codes; stride: n_blocks()
+  Entries entries = Entries::kNone;  // of the codes that they meet
+  float factor = 1;                  // of their scales, as those codes' levels have it
+  uint32_t* dwords = nullptr;        // stride: n_dwords()
+  float* scales = nullptr;           // times factor; stride: n_blocks()
+  int32_t* neg8_sums = nullptr;      // -8 * sum of a block's codes; stride: n_blocks()
   int64_t n_dwords() const { return pad_to(n_columns, 8) * bits / 32; }
   int64_t n_blocks() const { return (n_columns + block - 1) / block; }
 };

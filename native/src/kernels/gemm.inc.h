@@ -63,7 +63,7 @@ struct NextLines {
 // Columns [column, column + n_columns) of kTilesNow tiles -> out [dword of activations][tile][16]: int16 pairs less their
 // offset, or bytes with it.
 template <Codes kCodes, int kBits, int kTilesNow>
-void unpack_int(const Matrix& w, const int8_t* codebook, int64_t tile, int64_t column, int64_t n_columns,
+void unpack_int(const Matrix& w, const Table<kCodes>& table, int64_t tile, int64_t column, int64_t n_columns,
                 const vi* zero_points, uint32_t* out) {
   constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
   const int64_t n_lines = w.n_lines(), n_blocks8 = pad_to(n_columns, 8) / 8;
@@ -76,10 +76,13 @@ void unpack_int(const Matrix& w, const int8_t* codebook, int64_t tile, int64_t c
       for (int64_t i = 0; i < n_blocks8; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
         vi x = load_bits(line);
-        if constexpr (are_signed_bytes(kCodes)) {
+        if constexpr (kCodes == Codes::kWordLevels) {
+          put(0, table.template operand<0>(x)), put(1, table.template operand<1>(x));
+          put(2, table.template operand<2>(x)), put(3, table.template operand<3>(x));
+        } else if constexpr (are_signed_bytes(kCodes)) {
           vi y = {};
-          if constexpr (kCodes == Codes::kLookedUp) {
-            y = looked_up(codebook, nibble_bytes<1>(x)), x = looked_up(codebook, nibble_bytes<0>(x));
+          if constexpr (kCodes == Codes::kByteLevels) {
+            y = table.of(nibble_bytes<1>(x)), x = table.of(nibble_bytes<0>(x));
           } else if (line < last) {
             y = load_bits(line + 16);
           }
@@ -106,7 +109,6 @@ void unpack_int(const Matrix& w, const int8_t* codebook, int64_t tile, int64_t c
 template <Kind kKind, int kTilesNow>
 void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_columns, float* out) {
   constexpr int kColumns = columns_per_dword(kKind);
-  const Levels levels(levels_of(kKind));
   for (int j = 0; j < kTilesNow; j++) {
     for (int v = 0; v < kVectors; v++) {
       const uint32_t* line = w.lines + ((tile + j) * w.n_lines() + column / kColumns) * 16 + v * kLanes;
@@ -114,14 +116,8 @@ void unpack_float(const Matrix& w, int64_t tile, int64_t column, int64_t n_colum
       for (int64_t k = 0; k < n_columns; k += kColumns, line += 16) {
         auto put = [&](int c, vf x) { store(to + (k + c) * kTilesNow * 16, x); };
         const vi x = load_bits(line);
-        if constexpr (is_codebook(kKind)) {
-          put(0, level_column<0>(levels, x)), put(1, level_column<1>(levels, x)), put(2, level_column<2>(levels, x));
-          put(3, level_column<3>(levels, x)), put(4, level_column<4>(levels, x)), put(5, level_column<5>(levels, x));
-          put(6, level_column<6>(levels, x)), put(7, level_column<7>(levels, x));
-        } else {
-          put(0, float_column<kKind, 0>(x));
-          if constexpr (kColumns == 2) put(1, float_column<kKind, 1>(x));
-        }
+        put(0, float_column<kKind, 0>(x));
+        if constexpr (kColumns == 2) put(1, float_column<kKind, 1>(x));
       }
     }
   }
@@ -235,6 +231,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
   const IntWeights weights(w);
+  const Table<kCodes> table(weights.codebook);
   const int64_t n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
   for (int64_t block = 0; block < n_blocks; block++) {
     const int64_t column = block * x.block;
@@ -244,7 +241,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     for (int64_t j = 0; j < n_tiles; j++) {
       const int64_t group = column / w.group_size;
       for (int v = 0; v < kVectors; v++) {
-        w_scales[j * kVectors + v] = weights.scale(tile + j, group, v);
+        w_scales[j * kVectors + v] = weights.scales.lanes(tile + j, group, v);
         zero_points[j * kVectors + v] = weights.zero_point_at(tile + j, group, v);
         if (weights.has_offsets) w_offsets[j * kVectors + v] = weights.offsets.lanes(tile + j, group, v);
       }
@@ -252,9 +249,8 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
     for (int64_t j = 0; j < n_tiles; j += kTiles) {
       uint32_t* const out = scratch + j * kTileRows * kBlock;
       n_tiles - j < kTiles
-          ? unpack_int<kCodes, kBits, 1>(w, weights.codebook, tile + j, column, n_columns, zero_points + j * kVectors, out)
-          : unpack_int<kCodes, kBits, kTiles>(w, weights.codebook, tile + j, column, n_columns, zero_points + j * kVectors,
-                                              out);
+          ? unpack_int<kCodes, kBits, 1>(w, table, tile + j, column, n_columns, zero_points + j * kVectors, out)
+          : unpack_int<kCodes, kBits, kTiles>(w, table, tile + j, column, n_columns, zero_points + j * kVectors, out);
     }
     const NextLines next(w, tile, n_tiles, column + n_columns, n_columns, n_tokens);
     for (int64_t m = first; m < first + n_tokens; m += kTokenGroup) {
@@ -284,15 +280,15 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
 
 // ---- floats ---------------------------------------------------------------------------------------------------------
 
-// sums [token][tile][16]: the chains go on, or, with scales, sums += a block's chain * w_scale.
-template <bool kScaled, int kTilesNow, int kTokensNow>
-inline void float_inner(const float* w, const vf* w_scales, int64_t n_columns, const float* x, int64_t stride, float* sums) {
+// sums [token][tile][16]: the chains go on.
+template <int kTilesNow, int kTokensNow>
+inline void float_inner(const float* w, int64_t n_columns, const float* x, int64_t stride, float* sums) {
   constexpr int kV = kTilesNow * kVectors;
   vf acc[kTokensNow][kV];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kV; v++) acc[t][v] = kScaled ? vf{} : load(sums + (t * kV + v) * kLanes);
+    for (int v = 0; v < kV; v++) acc[t][v] = load(sums + (t * kV + v) * kLanes);
   }
   for (int64_t k = 0; k < n_columns; k++, x += stride, w += kV * kLanes) {
     vf wv[kV];
@@ -308,47 +304,36 @@ inline void float_inner(const float* w, const vf* w_scales, int64_t n_columns, c
 #pragma GCC unroll 16
   for (int t = 0; t < kTokensNow; t++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kV; v++) {
-      float* sum = sums + (t * kV + v) * kLanes;
-      store(sum, kScaled ? load(sum) + acc[t][v] * w_scales[v] : acc[t][v]);
-    }
+    for (int v = 0; v < kV; v++) store(sums + (t * kV + v) * kLanes, acc[t][v]);
   }
 }
 
-template <bool kScaled, int kTilesNow, int kTokensNow>
-inline void float_inner_up_to(int64_t n, const float* w, const vf* w_scales, int64_t n_columns, const float* x,
-                              int64_t stride, float* sums) {
+template <int kTilesNow, int kTokensNow>
+inline void float_inner_up_to(int64_t n, const float* w, int64_t n_columns, const float* x, int64_t stride, float* sums) {
   if constexpr (kTokensNow > 1) {
     if (n < kTokensNow) {
-      return float_inner_up_to<kScaled, kTilesNow, kTokensNow - 1>(n, w, w_scales, n_columns, x, stride, sums);
+      return float_inner_up_to<kTilesNow, kTokensNow - 1>(n, w, n_columns, x, stride, sums);
     }
   }
-  float_inner<kScaled, kTilesNow, kTokensNow>(w, w_scales, n_columns, x, stride, sums);
+  float_inner<kTilesNow, kTokensNow>(w, n_columns, x, stride, sums);
 }
 
-template <bool kScaled, int kTilesNow>
-void float_group(const float* w, const vf* w_scales, int64_t n_columns, const float* x, int64_t stride, float* sums) {
+template <int kTilesNow>
+void float_group(const float* w, int64_t n_columns, const float* x, int64_t stride, float* sums) {
   for (int64_t t = 0; t < stride; t += kTokens, sums += kTokens * kTilesNow * kTileRows) {
     const int64_t n = stride - t < kTokens ? stride - t : kTokens;
-    float_inner_up_to<kScaled, kTilesNow, kTokens>(n, w, w_scales, n_columns, x + t, stride, sums);
+    float_inner_up_to<kTilesNow, kTokens>(n, w, n_columns, x + t, stride, sums);
   }
 }
 
 template <Kind kKind>
 void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles,
                 int64_t first, int64_t n_tokens, float* scratch) {
-  constexpr bool kScaled = is_codebook(kKind);
   float* const sums = scratch + kGemmTiles * kTileRows * kBlock;  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
-  const Scales scales = Scales::of(w);
-  const int64_t block = kScaled ? w.block() : kBlock;
   const int64_t end = pad_to(w.n_columns, columns_per_dword(kKind));
-  for (int64_t column = 0; column < end; column += block) {
-    const int64_t n_columns = end - column < block ? end - column : block;
-    vf w_scales[kGemmTiles * kVectors];
-    for (int64_t i = 0; kScaled && i < n_tiles * kVectors; i++) {
-      w_scales[i] = scales.lanes(tile + i / kVectors, column / w.group_size, i % kVectors);
-    }
+  for (int64_t column = 0; column < end; column += kBlock) {
+    const int64_t n_columns = end - column < kBlock ? end - column : kBlock;
     for (int64_t j = 0; j < n_tiles; j += kTiles) {
       float* const out = scratch + j * kTileRows * kBlock;
       n_tiles - j < kTiles ? unpack_float<kKind, 1>(w, tile + j, column, n_columns, out)
@@ -363,8 +348,8 @@ void float_gemm(const Matrix& w, const FloatActivations& x, float* y, int64_t ld
         const int64_t n_now = n_tiles - j < kTiles ? 1 : kTiles;
         const float* const weights = scratch + j * kTileRows * kBlock;
         float* const out = sums + (j * n_tokens + (m - first) * n_now) * kTileRows;
-        n_now < kTiles ? float_group<kScaled, 1>(weights, w_scales + j * kVectors, n_columns, values, n, out)
-                       : float_group<kScaled, kTiles>(weights, w_scales + j * kVectors, n_columns, values, n, out);
+        n_now < kTiles ? float_group<1>(weights, n_columns, values, n, out)
+                       : float_group<kTiles>(weights, n_columns, values, n, out);
       }
     }
   }

@@ -48,7 +48,6 @@ struct BlockCodes {
   alignas(64) int8_t low[kBlock], high[kBlock];
   int32_t sum;
 };
-enum class Form { kPairs, kBytes, kLowHigh };
 
 template <Form kForm, bool kByProduct>
 void round_block(const float* x, int64_t n, float scale, BlockCodes& out) {
@@ -57,7 +56,7 @@ void round_block(const float* x, int64_t n, float scale, BlockCodes& out) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const vi code = round_to_int(quotient(load(x + i)));
     sums += code;
-    if constexpr (kForm == Form::kPairs) {
+    if constexpr (kForm == Form::kPairs || kForm == Form::kInOrder) {
       *reinterpret_cast<vh_unaligned*>(out.words + i) = __builtin_convertvector(code, vh);
     } else {
       *reinterpret_cast<vb_unaligned*>(out.low + i) = low_bytes(code);
@@ -100,10 +99,10 @@ void prepare_int_as(const float* x, int64_t m, const IntActivations& out) {
     } else {
       codes = {};
     }
-    out.scales[blocks.offset + block * blocks.step] = scale;
+    out.scales[blocks.offset + block * blocks.step] = scale * out.factor;
     out.neg8_sums[blocks.offset + block * blocks.step] = -8 * codes.sum;
     for (int64_t i = 0; i < n; i += 8, p += dwords.step) {
-      if constexpr (kForm == Form::kPairs) {
+      if constexpr (kForm == Form::kPairs || kForm == Form::kInOrder) {
         __builtin_memcpy(p, codes.words + i, 16);
       } else if constexpr (kForm == Form::kBytes) {
         __builtin_memcpy(p, codes.low + i, 8);
@@ -118,6 +117,14 @@ void prepare_int_as(const float* x, int64_t m, const IntActivations& out) {
 // a_scale = max|x| / 32767, or / 127, over a block; a = round_half_even(x / a_scale). A scale of NaN makes every product
 // with the block NaN.
 void prepare_int(const float* x, int64_t m, const IntActivations& out) {
-  if (out.bits == 8) return prepare_int_as<Form::kBytes>(x, m, out);
-  in_low_high(out.bits, out.n_tokens) ? prepare_int_as<Form::kLowHigh>(x, m, out) : prepare_int_as<Form::kPairs>(x, m, out);
+  switch (form_of(out.bits, out.entries, out.n_tokens)) {
+    case Form::kPairs:
+      return prepare_int_as<Form::kPairs>(x, m, out);
+    case Form::kInOrder:
+      return prepare_int_as<Form::kInOrder>(x, m, out);
+    case Form::kLowHigh:
+      return prepare_int_as<Form::kLowHigh>(x, m, out);
+    case Form::kBytes:
+      return prepare_int_as<Form::kBytes>(x, m, out);
+  }
 }

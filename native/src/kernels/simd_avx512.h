@@ -7,6 +7,7 @@ constexpr int kTokens = 12;
 constexpr int kByteTokens = 12;  // the same, with activations of 8 bits
 constexpr int kTiles = 2;
 constexpr int kStreams = 4;
+constexpr int kStreamsAtOnce = 4;
 
 #ifdef W4CONV_VNNI
 inline const char* dot_instruction() { return "vpdpwssd zmm"; }
@@ -45,18 +46,45 @@ inline vf from_f16(const uint16_t* p) {
 inline void to_f16(vf x, uint16_t* p) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Always inlined: GCC takes a function that only fetches for one without an effect, and leaves its calls out.
+[[gnu::always_inline]] inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 // Past the caches; p is aligned to the vector. end_of_stream: before another thread reads what was written.
 inline void stream(float* p, vf x) { _mm512_stream_ps(p, (__m512)x); }
 inline void end_of_stream() { _mm_sfence(); }
 // Keeps x in a register: without it, each use is reduce_lanes into a load of its own.
 inline void keep(vi& x) { asm("" : "+v"(x)); }
 
-// Of each byte below 16, the code of a weight.
-inline vi looked_up(const int8_t* bytes, vi codes) {
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
-  return (vi)_mm512_shuffle_epi8(table, (__m512i)codes);
-}
+// The levels of a codebook that are signed bytes, or those + 128, by bytes below 16.
+struct ByteLevels {
+  __m512i table;
+  ByteLevels(const int16_t* p, bool biased) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    table = _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(words));
+    if (biased) table = _mm512_xor_si512(table, _mm512_set1_epi8(-128));
+  }
+  vi of(vi codes) const { return (vi)_mm512_shuffle_epi8(table, (__m512i)codes); }
+};
+constexpr bool kAllByWords = true;  // whether those that fit bytes are better looked up as words, too
+
+// The levels of a codebook as int16. operand: of dword kDword of the activations.
+constexpr bool kWordsInOrder = false;
+struct WordLevels {
+  __m512i table;  // twice, as a permutation looks at five bits
+  explicit WordLevels(const int16_t* p)
+      : table(_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))) {}
+  template <int kDword>
+  vi operand(vi line) const {
+    return (vi)_mm512_permutexvar_epi16((__m512i)((vu)line >> (4 * kDword)), table);
+  }
+  // One token: the sums p and q of a line's products with the activations a; `total` is that of both.
+  void add(vi line, const int32_t* a, vi& p, vi& q) const {
+    p = dot(p, operand<0>(line), splat_int(a[0])), q = dot(q, operand<1>(line), splat_int(a[1]));
+    keep(p), keep(q);
+    p = dot(p, operand<2>(line), splat_int(a[2])), q = dot(q, operand<3>(line), splat_int(a[3]));
+  }
+  static vi total(vi p, vi q) { return p + q; }
+};
 
 struct Levels {
   __m512 all;

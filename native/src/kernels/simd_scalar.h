@@ -8,7 +8,8 @@ constexpr int kLanes = 4;
 constexpr int kTokens = 2;
 constexpr int kByteTokens = 2;  // the same, with activations of 8 bits
 constexpr int kTiles = 1;
-constexpr int kStreams = 1;  // tiles that a GEMV of one token reads side by side
+constexpr int kStreams = 1;        // tiles that a GEMV of one token reads side by side
+constexpr int kStreamsAtOnce = 1;  // those of them whose sums are in registers at a time
 // Whether dot_bytes takes any unsigned byte as a weight, or only codes of 4 bits.
 constexpr bool kWideBytes = false;
 
@@ -72,19 +73,51 @@ inline void to_f16(vf x, uint16_t* p) {
 }
 inline void stream(float* p, vf x) { store(p, x); }
 inline void end_of_stream() {}
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p); }
+[[gnu::always_inline]] inline void prefetch_far(const void*) {}
 inline void keep(vi&) {}
 
-// Of each byte below 16, the code of a weight.
-inline vi looked_up(const int8_t* bytes, vi codes) {
-  vi out;
-  for (int i = 0; i < kLanes; i++) {
-    uint32_t bits = 0;
-    for (int j = 0; j < 32; j += 8) bits |= uint32_t{static_cast<uint8_t>(bytes[codes[i] >> j & 15])} << j;
-    out[i] = static_cast<int32_t>(bits);
+// The levels of a codebook that are signed bytes, or those + 128, by bytes below 16.
+struct ByteLevels {
+  uint8_t levels[16];
+  ByteLevels(const int16_t* p, bool biased) {
+    for (int i = 0; i < 16; i++) levels[i] = static_cast<uint8_t>(p[i] + (biased ? 128 : 0));
   }
-  return out;
-}
+  vi of(vi codes) const {
+    vi out;
+    for (int i = 0; i < kLanes; i++) {
+      uint32_t bits = 0;
+      for (int j = 0; j < 32; j += 8) bits |= uint32_t{levels[codes[i] >> j & 15]} << j;
+      out[i] = static_cast<int32_t>(bits);
+    }
+    return out;
+  }
+};
+constexpr bool kAllByWords = true;  // whether those that fit bytes are better looked up as words, too
+
+// The levels of a codebook as int16. operand: of dword kDword of the activations.
+constexpr bool kWordsInOrder = false;
+struct WordLevels {
+  const int16_t* levels;
+  explicit WordLevels(const int16_t* p) : levels(p) {}
+  template <int kDword>
+  vi operand(vi line) const {
+    const vi codes = line >> (4 * kDword);
+    vi out;
+    for (int i = 0; i < kLanes; i++) {
+      const auto low = static_cast<uint16_t>(levels[codes[i] & 15]);
+      const auto high = static_cast<uint16_t>(levels[codes[i] >> 16 & 15]);
+      out[i] = static_cast<int32_t>(uint32_t{high} << 16 | low);
+    }
+    return out;
+  }
+  // One token: the sums p and q of a line's products with the activations a; `total` is that of both.
+  void add(vi line, const int32_t* a, vi& p, vi& q) const {
+    p = dot(p, operand<0>(line), splat_int(a[0])), q = dot(q, operand<1>(line), splat_int(a[1]));
+    p = dot(p, operand<2>(line), splat_int(a[2])), q = dot(q, operand<3>(line), splat_int(a[3]));
+  }
+  static vi total(vi p, vi q) { return p + q; }
+};
 
 // The 16 levels of a codebook, by the low 4 bits of each lane; the bits above may be anything.
 struct Levels {

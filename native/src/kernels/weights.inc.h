@@ -2,9 +2,22 @@
 
 constexpr int64_t kPrefetchBlocks8 = 16;  // columns / 8 fetched ahead of those in use
 
-// Where dot_bytes takes any byte, the 16-bit activations of one token are kept as two bytes, the low one unsigned and
-// the high one signed: codes of 4 bits need fewer masks and shifts so.
-constexpr bool in_low_high(int bits, int64_t n_tokens) { return kWideBytes && bits == 16 && n_tokens == 1; }
+// How activations lie in dwords, of 8 columns at a time:
+// kPairs:   16 bits, as pairs (0,2) (4,6) (1,3) (5,7), the order in which masks and shifts bring out the nibbles of a line.
+// kInOrder: 16 bits, as pairs (0,1) (2,3) (4,5) (6,7).
+// kLowHigh: 16 bits, as two bytes, the low one unsigned and the high one signed: the low ones of columns 0 to 3, their high
+//           ones, and the same of 4 to 7.
+// kBytes:   8 bits, columns 0 to 3 and 4 to 7.
+enum class Form : uint8_t { kPairs, kInOrder, kLowHigh, kBytes };
+constexpr bool by_words(Entries entries) {
+  return entries == Entries::kWords || (kAllByWords && entries == Entries::kBytes);
+}
+constexpr Form form_of(int bits, Entries entries, int64_t n_tokens) {
+  if (bits == 8) return Form::kBytes;
+  if (by_words(entries)) return kWordsInOrder ? Form::kInOrder : Form::kPairs;
+  // Where dot_bytes takes any byte, codes of 4 bits need fewer masks and shifts so.
+  return kWideBytes && n_tokens == 1 ? Form::kLowHigh : Form::kPairs;
+}
 
 // The scales, or the offsets, of the groups of a matrix.
 struct Scales {
@@ -19,13 +32,10 @@ struct Scales {
   static Scales of_offsets(const Matrix& w) {
     return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
   }
-  // Of a vector of rows of a tile; f16_at: where the type is kF16.
-  vf f16_at(int64_t tile, int64_t group, int64_t v) const {
-    return from_f16(static_cast<const uint16_t*>(values) + (tile * n_groups + group) * 16 + v * kLanes);
-  }
+  // Of a vector of rows of a tile.
   vf lanes(int64_t tile, int64_t group, int64_t v) const {
     const int64_t index = (tile * n_groups + group) * 16 + v * kLanes;
-    if (type == ScaleType::kF16) return f16_at(tile, group, v);
+    if (type == ScaleType::kF16) return from_f16(static_cast<const uint16_t*>(values) + index);
     if (type == ScaleType::kF32) return load(static_cast<const float*>(values) + index);
     const vf super = from_f16(supers + (tile * n_supers + (group >> super_shift)) * 16 + v * kLanes);
     vi bytes = from_bytes(static_cast<const int8_t*>(values) + index);
@@ -71,9 +81,10 @@ inline vi byte_pair(vi line) {
   return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
 }
 // What the inner loops of integers tell apart: unsigned codes of 4 bits less a zero point, codes of 4 bits that stand for
-// the signed bytes of a codebook, and signed bytes. All else that kinds differ in is asked once a block (IntWeights).
-enum class Codes : uint8_t { kNibbles, kLookedUp, kBytes };
-constexpr bool are_signed_bytes(Codes codes) { return codes != Codes::kNibbles; }
+// the signed bytes or the int16 of a codebook, and signed bytes. All else that kinds differ in is asked once a block
+// (IntWeights).
+enum class Codes : uint8_t { kNibbles, kByteLevels, kWordLevels, kBytes };
+constexpr bool are_signed_bytes(Codes codes) { return codes == Codes::kByteLevels || codes == Codes::kBytes; }
 // Where dot_bytes takes any byte, signed weights w enter it as w + 128.
 constexpr bool biased(Codes codes) { return kWideBytes && are_signed_bytes(codes); }
 
@@ -82,8 +93,7 @@ struct IntWeights {
   Scales scales, offsets;
   const uint8_t* zero_points;  // [tile][n_groups][16], or null: all are zero_point
   int zero_point;
-  const int8_t* codebook;  // of Codes::kLookedUp
-  float factor;            // of every scale
+  const WholeLevels& codebook;  // where they are looked up
   bool has_offsets;
 
   explicit IntWeights(const Matrix& w)
@@ -91,12 +101,10 @@ struct IntWeights {
         offsets(Scales::of_offsets(w)),
         zero_points(w.kind == Kind::kInt4z ? w.zero_points : nullptr),
         zero_point(w.kind == Kind::kInt4 ? 8 : 0),
-        codebook(w.kind == Kind::kE2m1 ? kDoubledE2m1 : kIq4nlBytes),
-        factor(w.kind == Kind::kE2m1 ? 0.5f : 1.0f),
+        codebook(whole_levels_of(w.kind)),
         has_offsets(w4conv::has_offsets(w.kind)) {}
 
-  // Of a vector of rows: what a block's integers are multiplied with, next to the scale of the activations.
-  vf scale(int64_t tile, int64_t group, int64_t v) const { return scales.lanes(tile, group, v) * factor; }
+  // Of a vector of rows.
   vi zero_point_at(int64_t tile, int64_t group, int64_t v) const {
     if (scales.type == ScaleType::kShifted) return scales.zero_points(tile, group, v);
     if (zero_points == nullptr) return splat_int(zero_point);
@@ -104,10 +112,19 @@ struct IntWeights {
   }
 };
 
-// Symmetric integers with FP16 scales, to which w4conv rounds by default.
-inline bool is_plain(const Matrix& w) {
-  return (w.kind == Kind::kInt4 || w.kind == Kind::kInt8) && w.scale_type == ScaleType::kF16;
-}
+// The levels of a codebook, ready for Codes of it; nothing for others. biased: bytes w as w + 128.
+template <Codes kCodes>
+struct Table {
+  explicit Table(const WholeLevels&, bool = false) {}
+};
+template <>
+struct Table<Codes::kByteLevels> : ByteLevels {
+  explicit Table(const WholeLevels& x, bool biased = false) : ByteLevels(x.levels, biased) {}
+};
+template <>
+struct Table<Codes::kWordLevels> : WordLevels {
+  explicit Table(const WholeLevels& x, bool = false) : WordLevels(x.levels) {}
+};
 
 // Column c of a float line.
 template <Kind kKind, int kColumn>
@@ -115,12 +132,6 @@ inline vf float_column(vi line) {
   if constexpr (kKind == Kind::kF32) return (vf)line;
   if constexpr (kKind == Kind::kBf16) return (vf)(kColumn == 0 ? (vu)line << 16 : (vu)line & 0xFFFF0000u);
   if constexpr (kKind == Kind::kF16) return f16_lanes(kColumn == 0 ? (vu)line & 0xFFFFu : (vu)line >> 16);
-}
-// The level of column c of a line of codes.
-template <int kColumn>
-inline vf level_column(const Levels& levels, vi line) {
-  constexpr int kShift = 8 * (kColumn % 4) + 4 * (kColumn / 4);
-  return levels.of((vi)((vu)line >> kShift));
 }
 
 // Eight columns with activations of 8 bits.

@@ -20,13 +20,14 @@ class Inputs {
       if (w->lines == nullptr || find(*w) != nullptr) continue;
       if (n_forms_ == static_cast<int>(forms_.size())) forms_.emplace_back();
       Form& f = forms_[n_forms_++];
-      f.is_float = !takes_integers(w->kind);
+      f.is_float = is_float(w->kind);
       if (f.is_float) {
         f.floats = {n_tokens, n_columns, nullptr};
         f.floats.values = f.buffer.reserve_for<float>(n_tokens * f.floats.n_padded());
       } else {
         IntActivations& a = f.ints;
-        a = {n_tokens, n_columns, w->block(), bits_, nullptr, nullptr, nullptr};
+        a = {n_tokens,           n_columns, w->block(), bits_of(*w), entries_of(w->kind),
+             factor_of(w->kind), nullptr,   nullptr,    nullptr};
         const int64_t n_scales = n_tokens * a.n_blocks();
         a.dwords = f.buffer.reserve_for<uint32_t>(n_tokens * a.n_dwords() + 2 * n_scales);
         a.scales = reinterpret_cast<float*>(a.dwords + n_tokens * a.n_dwords());
@@ -54,10 +55,16 @@ class Inputs {
     FloatActivations floats;
     Buffer buffer;
   };
+  // Levels wider than a byte gain nothing by shorter activations.
+  int bits_of(const Matrix& w) const { return entries_of(w.kind) == Entries::kWords ? 16 : bits_; }
   const Form* find(const Matrix& w) const {
     for (int i = 0; i < n_forms_; i++) {
       const Form& f = forms_[i];
-      if (f.is_float != takes_integers(w.kind) && (f.is_float || f.ints.block == w.block())) return &f;
+      if (f.is_float != is_float(w.kind)) continue;
+      if (f.is_float ||
+          (f.ints.block == w.block() && f.ints.entries == entries_of(w.kind) && f.ints.factor == factor_of(w.kind))) {
+        return &f;
+      }
     }
     return nullptr;
   }

@@ -1,0 +1,215 @@
+// GEMV of one token, as integers: decoding. kStreams tiles take a block of columns in turn, and are as many streams that
+// keep memory busy; kStreamsAtOnce of them have their sums in registers.
+
+// Columns / 8 fetched ahead of those in use into the first cache, and into the second one. (The first has room for few
+// lines on their way: docs/decisions/0024-levels-as-integers.md.)
+constexpr int64_t kNear = 4, kFar = 16;
+
+// What a line of a vector of rows does to the two sums p and q of a block.
+template <Codes kCodes, int kBits>
+struct LineSum {
+  static constexpr int kDwords = kBits / 4, kLines = kCodes == Codes::kBytes ? 2 : 1;  // of 8 columns
+  static constexpr bool kLowHigh = kBits == 16 && kWideBytes && kCodes != Codes::kWordLevels;
+  // Bytes become words, without sign, as w + 128: that takes less.
+  static constexpr bool kWidened = kBits == 16 && !kLowHigh && are_signed_bytes(kCodes);
+  static constexpr bool kBiasedTable = kWidened || (kBits == 8 && biased(kCodes));
+
+  [[gnu::always_inline]] static vi start(int32_t neg8_sum, vi zero_points) {
+    return kWidened ? splat_int(16 * neg8_sum) : start_of_sum<kCodes, kBits>(neg8_sum, zero_points);
+  }
+  // next: from a line of bytes to the second one. (Sums are kept, or GCC adds products to one another before it adds them to
+  // a sum, for which there are too few registers.)
+  [[gnu::always_inline]] static void add(const uint32_t* line, int64_t next, const int32_t* a, const Table<kCodes>& table,
+                                         vi& p, vi& q) {
+    vi x = load_bits(line), y = {};
+    keep(x);
+    if constexpr (kCodes == Codes::kBytes) {
+      y = load_bits(line + next);
+      keep(y);
+    }
+    if constexpr (kCodes == Codes::kWordLevels) {
+      table.add(x, a, p, q);
+    } else if constexpr (kCodes == Codes::kNibbles && kBits == 16 && !kLowHigh) {
+      // What meets odd dwords stays where it is in its bytes, 16 times as large as it should be.
+      p = dot(p, x & 0x000F000F, splat_int(a[0])), q = dot(q, x & 0x00F000F0, splat_int(a[1]));
+      keep(p), keep(q);
+      x = (vi)((vu)x >> 8);
+      p = dot(p, x & 0x000F000F, splat_int(a[2])), q = dot(q, x & 0x00F000F0, splat_int(a[3]));
+    } else {
+      if constexpr (kCodes != Codes::kBytes) y = nibble_bytes<1>(x), x = nibble_bytes<0>(x);
+      if constexpr (kCodes == Codes::kByteLevels) x = table.of(x), y = table.of(y);
+      add_bytes(x, y, a, p, q);
+    }
+    keep(p), keep(q);
+  }
+  // high: 128 times the sum of the activations' high bytes.
+  [[gnu::always_inline]] static vi total(vi p, vi q, vi high) {
+    if constexpr (kCodes == Codes::kWordLevels) return Table<kCodes>::total(p, q);
+    if constexpr (kBits == 8 || kWidened) return p;
+    if constexpr (kLowHigh) return p + ((q - high) << 8);
+    return p + (q >> 4);
+  }
+
+ private:
+  // Columns 0..3 and 4..7 as bytes.
+  [[gnu::always_inline]] static void add_bytes(vi x, vi y, const int32_t* a, vi& p, vi& q) {
+    constexpr bool kFlips = (biased(kCodes) || kWidened) && !(kCodes == Codes::kByteLevels && kBiasedTable);
+    const vi flip = splat_int(kFlips ? static_cast<int32_t>(0x80808080u) : 0);
+    if constexpr (kBits == 8) {
+      p = eight_products<kCodes>(p, x ^ flip, splat_int(a[0]), y ^ flip, splat_int(a[1]));
+    } else if constexpr (kLowHigh) {  // the unsigned side is the activations, then the weights
+      p = dot_bytes(p, splat_int(a[0]), x, splat_int(a[2]), y);
+      q = dot_bytes(q, x ^ flip, splat_int(a[1]), y ^ flip, splat_int(a[3]));
+    } else {
+      x ^= flip, y ^= flip;
+      p = dot(p, x & 0x00FF00FF, splat_int(a[0]));
+      keep(p);
+      p = dot(p, y & 0x00FF00FF, splat_int(a[1]));
+      keep(p);
+      p = dot(p, (vi)((vsu)x >> 8), splat_int(a[2]));
+      keep(p);
+      p = dot(p, (vi)((vsu)y >> 8), splat_int(a[3]));
+    }
+  }
+};
+
+// Where w enters as w + 128: 128 times the sum of the high bytes of a block's activations.
+template <class Sum>
+inline vi sum_of_high_bytes(const int32_t* a, int64_t n_blocks8) {
+  const vi all = splat_int(static_cast<int32_t>(0x80808080u));
+  vi sum = {};
+  for (int64_t i = 0; i < n_blocks8; i++, a += 4) sum = dot_bytes(sum, all, splat_int(a[1]), all, splat_int(a[3]));
+  return sum;
+}
+
+// What a block does besides its products is known here for symmetric integers and codebooks with scales of FP16 or of two
+// levels; all else is asked.
+enum class Scaling : uint8_t { kF16, kInt8, kAny };
+inline Scaling scaling_of(const Matrix& w) {
+  if (w.kind == Kind::kInt4z || has_offsets(w.kind) || w.scale_type == ScaleType::kF32) return Scaling::kAny;
+  return w.scale_type == ScaleType::kF16 ? Scaling::kF16 : Scaling::kInt8;
+}
+
+// A tile as a stream: its lines, and its sub-scales or, if it has no others, scales. (Kept as pointers, or their places are
+// computed again for each block.)
+struct Stream {
+  int64_t tile;
+  const uint32_t* lines;
+  const void* scales;
+  float* sums;    // [16]
+  float* supers;  // [16], of the groups of two levels that share them
+};
+
+// Up to kStreams tiles; where there are fewer, the last one is taken again.
+template <Codes kCodes, int kBits, Scaling kScaling>
+void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile, int64_t n_tiles, float* scratch) {
+  using Sum = LineSum<kCodes, kBits>;
+  constexpr int kV = kStreamsAtOnce * kVectors, kLines = Sum::kLines;
+  const int64_t n_blocks = x.n_blocks(), n_lines = w.n_lines();
+  const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
+  const int64_t n_blocks8 = (w.n_columns + 7) / 8, blocks8_a_block = (x.block + 7) / 8;
+  const IntWeights weights(w);
+  const Table<kCodes> table(weights.codebook, Sum::kBiasedTable);
+  const Scales& scales = weights.scales;
+  Stream streams[kStreams];
+  for (int j = 0; j < kStreams; j++) {
+    Stream& s = streams[j];
+    s.tile = tile + (j < n_tiles ? j : n_tiles - 1);
+    s.lines = w.lines + s.tile * n_lines * 16;
+    s.scales = static_cast<const char*>(scales.values) + s.tile * scales.n_groups * 16 * (kScaling == Scaling::kF16 ? 2 : 1);
+    s.sums = scratch + j * kTileRows, s.supers = scratch + (kStreams + j) * kTileRows;
+    for (int v = 0; v < kVectors; v++) store(s.sums + v * kLanes, vf{});
+  }
+  const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
+  for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
+    const int64_t begin = block * blocks8_a_block;
+    const int64_t end = begin + blocks8_a_block < n_blocks8 ? begin + blocks8_a_block : n_blocks8;
+    // A second line that is not there has only zeros for activations: the first one does as well.
+    const int64_t n_whole = end - begin - (kLines == 2 && end * 2 > n_lines ? 1 : 0);
+    const int32_t neg8_sum = x.neg8_sums[block];
+    const vf a_scale = splat(x.scales[block]);
+    vi high = {};
+    if constexpr (Sum::kLowHigh && biased(kCodes)) high = sum_of_high_bytes<Sum>(a, end - begin);
+    if (kScaling == Scaling::kInt8 && in_group == 0 && (group & ((int64_t{1} << scales.super_shift) - 1)) == 0) {
+      for (const Stream& s : streams) {
+        const uint16_t* const from = scales.supers + (s.tile * scales.n_supers + (group >> scales.super_shift)) * 16;
+        for (int v = 0; v < kVectors; v++) store(s.supers + v * kLanes, from_f16(from + v * kLanes));
+      }
+    }
+    for (int first = 0; first < kStreams; first += kStreamsAtOnce) {
+      const Stream* const now = streams + first;
+      const uint32_t* lines[kStreamsAtOnce];
+      vi p[kV], q[kV];
+#pragma GCC unroll 4
+      for (int j = 0; j < kStreamsAtOnce; j++) {
+        lines[j] = now[j].lines + begin * kLines * 16;
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+          vi zero_points = splat_int(8);
+          if constexpr (kCodes == Codes::kNibbles && kScaling == Scaling::kAny) {
+            zero_points = weights.zero_point_at(now[j].tile, group, v);
+          }
+          p[j * kVectors + v] = Sum::start(neg8_sum, zero_points), q[j * kVectors + v] = vi{};
+        }
+      }
+      // Line(s) i of the block. near, far: how far ahead of it what is fetched lies.
+      const auto add = [&](int64_t i, int64_t next, int64_t near, int64_t far) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kStreamsAtOnce; j++) {
+          const uint32_t* const line = lines[j] + i * kLines * 16;
+#pragma GCC unroll 4
+          for (int l = 0; l < kLines; l++) prefetch(line + near + l * 16), prefetch_far(line + far + l * 16);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; v++) {
+            Sum::add(line + v * kLanes, next, a + i * Sum::kDwords, table, p[j * kVectors + v], q[j * kVectors + v]);
+          }
+        }
+      };
+      int64_t i = 0;
+      for (; i + 4 <= n_whole; i += 4) {
+        // At the end of these tiles, what comes next is the tiles behind the last one.
+        const int64_t left = n_blocks8 - begin - i - 4, behind = (kStreams - 1) * n_lines;
+        const int64_t near = (kNear * kLines + (left < kNear ? behind : 0)) * 16;
+        const int64_t far = (kFar * kLines + (left < kFar ? behind : 0)) * 16;
+        add(i, 16, near, far), add(i + 1, 16, near, far), add(i + 2, 16, near, far), add(i + 3, 16, near, far);
+      }
+      for (; i < n_whole; i++) add(i, 16, kNear * kLines * 16, kFar * kLines * 16);
+      if (i < end - begin) add(i, 0, kNear * kLines * 16, kFar * kLines * 16);
+#pragma GCC unroll 4
+      for (int j = 0; j < kStreamsAtOnce; j++) {
+        const Stream& s = now[j];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+          const int64_t at = group * kTileRows + v * kLanes;
+          vf w_scale;
+          if constexpr (kScaling == Scaling::kF16) w_scale = from_f16(static_cast<const uint16_t*>(s.scales) + at);
+          if constexpr (kScaling == Scaling::kInt8) {
+            const vi bytes = from_bytes(static_cast<const int8_t*>(s.scales) + at);
+            w_scale = load(s.supers + v * kLanes) * __builtin_convertvector(bytes, vf);
+          }
+          if constexpr (kScaling == Scaling::kAny) w_scale = scales.lanes(s.tile, group, v);
+          const vi total = Sum::total(p[j * kVectors + v], q[j * kVectors + v], high);
+          vf sum = load(s.sums + v * kLanes) + __builtin_convertvector(total, vf) * (w_scale * a_scale);
+          if (kScaling == Scaling::kAny && weights.has_offsets) {
+            sum += sum_of_activations(neg8_sum) * (weights.offsets.lanes(s.tile, group, v) * a_scale);
+          }
+          store(s.sums + v * kLanes, sum);
+        }
+      }
+    }
+    a += (end - begin) * Sum::kDwords;
+    if (++in_group == blocks_a_group) group++, in_group = 0;
+  }
+  for (int64_t i = 0; i < n_tiles * kVectors; i++) store(y + tile * kTileRows + i * kLanes, load(scratch + i * kLanes));
+}
+
+template <Codes kCodes, int kBits>
+void int_decode_tiles(const Matrix& w, const IntActivations& x, float* y, int64_t tile, int64_t tile_end, float* scratch) {
+  const Scaling scaling = scaling_of(w);
+  auto decode = int_decode<kCodes, kBits, Scaling::kAny>;
+  if (scaling == Scaling::kF16) decode = int_decode<kCodes, kBits, Scaling::kF16>;
+  if (scaling == Scaling::kInt8) decode = int_decode<kCodes, kBits, Scaling::kInt8>;
+  for (; tile < tile_end; tile += kStreams) {
+    decode(w, x, y, tile, tile_end - tile < kStreams ? tile_end - tile : kStreams, scratch);
+  }
+}
