@@ -28,7 +28,7 @@ FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 # Loop, kind, bits of the activations, tokens.
 LOOPS = [
     *(("product", kind, bits, n) for kind in ("int4", "int4z", "int8") for bits in (16, 8) for n in (1, 4, 60)),
-    *(("product", kind, 16, n) for kind in ("nf4", "f16", "bf16", "f32") for n in (1, 60)),
+    *(("product", kind, 16, n) for kind in ("iq4nl", "nf4", "f16", "bf16", "f32") for n in (1, 60)),
     ("prepare", "int4", 16, 1),
     ("prepare", "int4", 8, 1),
     *(("quantize", kind, 16, 1) for kind in ("int4", "int4z", "int8", "nf4")),

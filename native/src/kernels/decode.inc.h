@@ -4,6 +4,8 @@
 // Columns / 8 fetched ahead of those in use into the first cache, and into the second one. (The first has room for few
 // lines on their way: docs/decisions/0024-levels-as-integers.md.)
 constexpr int64_t kNear = 4, kFar = 16;
+// Bytes of scales fetched ahead.
+constexpr int64_t kScalesAhead = 128;
 
 // What a line of a vector of rows does to the two sums p and q of a block.
 template <Codes kCodes, int kBits>
@@ -74,7 +76,6 @@ struct LineSum {
 };
 
 // Where w enters as w + 128: 128 times the sum of the high bytes of a block's activations.
-template <class Sum>
 inline vi sum_of_high_bytes(const int32_t* a, int64_t n_blocks8) {
   const vi all = splat_int(static_cast<int32_t>(0x80808080u));
   vi sum = {};
@@ -82,11 +83,12 @@ inline vi sum_of_high_bytes(const int32_t* a, int64_t n_blocks8) {
   return sum;
 }
 
-// What a block does besides its products is known here for symmetric integers and codebooks with scales of FP16 or of two
-// levels; all else is asked.
-enum class Scaling : uint8_t { kF16, kInt8, kAny };
+// What a block does besides its products is known here for symmetric integers and codebooks with scales of FP16, of two
+// levels, or with shifts; all else is asked.
+enum class Scaling : uint8_t { kF16, kInt8, kShifted, kAny };
 inline Scaling scaling_of(const Matrix& w) {
   if (w.kind == Kind::kInt4z || has_offsets(w.kind) || w.scale_type == ScaleType::kF32) return Scaling::kAny;
+  if (w.scale_type == ScaleType::kShifted) return Scaling::kShifted;
   return w.scale_type == ScaleType::kF16 ? Scaling::kF16 : Scaling::kInt8;
 }
 
@@ -95,7 +97,7 @@ inline Scaling scaling_of(const Matrix& w) {
 struct Stream {
   int64_t tile;
   const uint32_t* lines;
-  const void* scales;
+  const char* scales;
   float* sums;    // [16]
   float* supers;  // [16], of the groups of two levels that share them
 };
@@ -105,6 +107,8 @@ template <Codes kCodes, int kBits, Scaling kScaling>
 void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile, int64_t n_tiles, float* scratch) {
   using Sum = LineSum<kCodes, kBits>;
   constexpr int kV = kStreamsAtOnce * kVectors, kLines = Sum::kLines;
+  constexpr int64_t kScaleNbytes = kScaling == Scaling::kF16 ? 2 : 1;
+  constexpr bool kTwoLevels = kScaling == Scaling::kInt8 || kScaling == Scaling::kShifted;
   const int64_t n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
   const int64_t n_blocks8 = (w.n_columns + 7) / 8, blocks8_a_block = (x.block + 7) / 8;
@@ -116,7 +120,7 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
     Stream& s = streams[j];
     s.tile = tile + (j < n_tiles ? j : n_tiles - 1);
     s.lines = w.lines + s.tile * n_lines * 16;
-    s.scales = static_cast<const char*>(scales.values) + s.tile * scales.n_groups * 16 * (kScaling == Scaling::kF16 ? 2 : 1);
+    s.scales = static_cast<const char*>(scales.values) + s.tile * scales.n_groups * kTileRows * kScaleNbytes;
     s.sums = scratch + j * kTileRows, s.supers = scratch + (kStreams + j) * kTileRows;
     for (int v = 0; v < kVectors; v++) store(s.sums + v * kLanes, vf{});
   }
@@ -129,11 +133,12 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
     const int32_t neg8_sum = x.neg8_sums[block];
     const vf a_scale = splat(x.scales[block]);
     vi high = {};
-    if constexpr (Sum::kLowHigh && biased(kCodes)) high = sum_of_high_bytes<Sum>(a, end - begin);
-    if (kScaling == Scaling::kInt8 && in_group == 0 && (group & ((int64_t{1} << scales.super_shift) - 1)) == 0) {
+    if constexpr (Sum::kLowHigh && biased(kCodes)) high = sum_of_high_bytes(a, end - begin);
+    if (kTwoLevels && in_group == 0 && (group & ((int64_t{1} << scales.super_shift) - 1)) == 0) {
       for (const Stream& s : streams) {
         const uint16_t* const from = scales.supers + (s.tile * scales.n_supers + (group >> scales.super_shift)) * 16;
         for (int v = 0; v < kVectors; v++) store(s.supers + v * kLanes, from_f16(from + v * kLanes));
+        prefetch(from + kScalesAhead);
       }
     }
     for (int first = 0; first < kStreams; first += kStreamsAtOnce) {
@@ -145,7 +150,7 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
         lines[j] = now[j].lines + begin * kLines * 16;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-          vi zero_points = splat_int(8);
+          vi zero_points = splat_int(kCodes == Codes::kNibbles ? 8 : 0);
           if constexpr (kCodes == Codes::kNibbles && kScaling == Scaling::kAny) {
             zero_points = weights.zero_point_at(now[j].tile, group, v);
           }
@@ -178,17 +183,22 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
 #pragma GCC unroll 4
       for (int j = 0; j < kStreamsAtOnce; j++) {
         const Stream& s = now[j];
+        if constexpr (kScaling != Scaling::kAny) prefetch(s.scales + group * kTileRows * kScaleNbytes + kScalesAhead);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
           const int64_t at = group * kTileRows + v * kLanes;
+          vi total = Sum::total(p[j * kVectors + v], q[j * kVectors + v], high);
           vf w_scale;
-          if constexpr (kScaling == Scaling::kF16) w_scale = from_f16(static_cast<const uint16_t*>(s.scales) + at);
-          if constexpr (kScaling == Scaling::kInt8) {
-            const vi bytes = from_bytes(static_cast<const int8_t*>(s.scales) + at);
+          if constexpr (kScaling == Scaling::kF16) w_scale = from_f16(reinterpret_cast<const uint16_t*>(s.scales) + at);
+          if constexpr (kTwoLevels) {
+            vi bytes = from_bytes(reinterpret_cast<const int8_t*>(s.scales) + at);
+            if constexpr (kScaling == Scaling::kShifted) {
+              total += Scales::zero_points_of(bytes) * neg8_sum >> 3;
+              bytes = Scales::sub_scales_of(bytes);
+            }
             w_scale = load(s.supers + v * kLanes) * __builtin_convertvector(bytes, vf);
           }
           if constexpr (kScaling == Scaling::kAny) w_scale = scales.lanes(s.tile, group, v);
-          const vi total = Sum::total(p[j * kVectors + v], q[j * kVectors + v], high);
           vf sum = load(s.sums + v * kLanes) + __builtin_convertvector(total, vf) * (w_scale * a_scale);
           if (kScaling == Scaling::kAny && weights.has_offsets) {
             sum += sum_of_activations(neg8_sum) * (weights.offsets.lanes(s.tile, group, v) * a_scale);
@@ -209,6 +219,9 @@ void int_decode_tiles(const Matrix& w, const IntActivations& x, float* y, int64_
   auto decode = int_decode<kCodes, kBits, Scaling::kAny>;
   if (scaling == Scaling::kF16) decode = int_decode<kCodes, kBits, Scaling::kF16>;
   if (scaling == Scaling::kInt8) decode = int_decode<kCodes, kBits, Scaling::kInt8>;
+  if constexpr (kCodes == Codes::kByteLevels || kCodes == Codes::kWordLevels) {
+    if (scaling == Scaling::kShifted) decode = int_decode<kCodes, kBits, Scaling::kShifted>;
+  }
   for (; tile < tile_end; tile += kStreams) {
     decode(w, x, y, tile, tile_end - tile < kStreams ? tile_end - tile : kStreams, scratch);
   }

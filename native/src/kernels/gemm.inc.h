@@ -75,10 +75,11 @@ void unpack_int(const Matrix& w, const Table<kCodes>& table, int64_t tile, int64
       uint32_t* to = out + j * 16 + v * kLanes;
       for (int64_t i = 0; i < n_blocks8; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
+        auto less = [&](vi pair) { return kCodes == Codes::kBytes ? pair : (vi)((vs)pair - (vs)zero_point); };
         vi x = load_bits(line);
         if constexpr (kCodes == Codes::kWordLevels) {
-          put(0, table.template operand<0>(x)), put(1, table.template operand<1>(x));
-          put(2, table.template operand<2>(x)), put(3, table.template operand<3>(x));
+          put(0, less(table.template operand<0>(x))), put(1, less(table.template operand<1>(x)));
+          put(2, less(table.template operand<2>(x))), put(3, less(table.template operand<3>(x)));
         } else if constexpr (are_signed_bytes(kCodes)) {
           vi y = {};
           if constexpr (kCodes == Codes::kByteLevels) {
@@ -87,7 +88,6 @@ void unpack_int(const Matrix& w, const Table<kCodes>& table, int64_t tile, int64
             y = load_bits(line + 16);
           }
           if constexpr (kBits == 16) {
-            auto less = [&](vi pair) { return kCodes == Codes::kBytes ? pair : (vi)((vs)pair - (vs)zero_point); };
             put(0, less(byte_pair<0>(x))), put(1, less(byte_pair<0>(y)));
             put(2, less(byte_pair<1>(x))), put(3, less(byte_pair<1>(y)));
           } else {

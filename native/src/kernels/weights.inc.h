@@ -39,14 +39,17 @@ struct Scales {
     if (type == ScaleType::kF32) return load(static_cast<const float*>(values) + index);
     const vf super = from_f16(supers + (tile * n_supers + (group >> super_shift)) * 16 + v * kLanes);
     vi bytes = from_bytes(static_cast<const int8_t*>(values) + index);
-    if (type == ScaleType::kShifted) bytes = bytes << 26 >> 26;
+    if (type == ScaleType::kShifted) bytes = sub_scales_of(bytes);
     return super * __builtin_convertvector(bytes, vf);
   }
   // Minus the shifts, where the type is kShifted.
   vi zero_points(int64_t tile, int64_t group, int64_t v) const {
     const vi bytes = from_bytes(static_cast<const int8_t*>(values) + (tile * n_groups + group) * 16 + v * kLanes);
-    return splat_int(-kLowestShift) - (bytes >> 6 & 3) * kShiftStep;
+    return zero_points_of(bytes);
   }
+  // Of bytes of kShifted, in lanes: the 6 bits of the scale, and minus the shift.
+  static vi sub_scales_of(vi bytes) { return bytes << 26 >> 26; }
+  static vi zero_points_of(vi bytes) { return splat_int(-kLowestShift) - (bytes >> 6 & 3) * kShiftStep; }
 
  private:
   static int shift_of(const Matrix& w) {
