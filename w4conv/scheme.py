@@ -32,7 +32,7 @@ class Kind:
     bits: of one code or value, without scales. levels: of a codebook, code 0 first; else a code is its own level, less
     centre. pad: the code of padding. is_float: values are kept as they are, without groups and scales.
     has_zero_points, has_offsets: a number for each group that is taken from its codes, or added to its values.
-    takes_integers: products take the activations as integers of as many bits as asked for. is_rounded_to: values may be
+    takes_integers: products take the activations as integers, of the bits asked for. is_rounded_to: values may be
     rounded to it; else it holds what other formats have. is_calibrated: methods other than rtn know it. minor: the first
     minor version of the container that has it.
     """
