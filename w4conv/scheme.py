@@ -35,9 +35,9 @@ class Kind:
     centre. pad: the code of padding. is_float: values are kept as they are, without groups and scales.
     has_zero_points, has_offsets: a number for each group that is taken from its codes, or added to its values.
     has_shifts: one of SHIFTS is added to the levels of a group; it lies in the byte of the scale.
-    takes_integers: products take the activations as integers of as many bits as asked for. is_rounded_to: values may be
-    rounded to it; else it holds what other formats have. is_calibrated: methods other than rtn know it. minor: the first
-    minor version of the container that has it.
+    takes_integers: products take the activations as integers, of the bits asked for. is_rounded_to: values may be
+    rounded to it; else it holds what other formats have. is_calibrated: methods other than rtn know it. minor: the
+    first minor version of the container that has it.
     """
 
     name: str

@@ -471,7 +471,7 @@ def test_activations_near_a_half_are_rounded_as_divided(tier: str, bits: int) ->
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("kind", INTEGER_KINDS)
 def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -> None:
-    """Levels and activations at their ends in whole blocks: each sum is as large as it can be, of one sign and the other."""
+    """Levels and activations at their ends in whole blocks: sums as large as they can be, of either sign."""
     n = 256
     scheme = scheme_of(kind, 128)
     signed = [[-128], [127]]

@@ -17,11 +17,13 @@ INTEGER_KINDS = ("int4", "int4z", "int4o", "int8", "int8o")
 # Of codebooks: what makes levels whole, and whether they are too wide for activation blocks of 128.
 CODEBOOKS = {"e2m1": (2, False), "iq4nl": (1, False), "nl4": (1, False), "nf4": (2048, True), "fp4": (192, True)}
 SUPER_COLUMNS = 256
+ONE = f32(1)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """levels: (n_rows, n_columns), int64 of integer kinds, else float32. scales, offsets: (n_rows, n_groups) float32."""
+    """levels: (n_rows, n_columns), int64 of integer kinds, else float32. scales, offsets: (n_rows, n_groups)
+    float32."""
 
     kind: str
     group_size: int
@@ -120,7 +122,7 @@ def multiply_levels(w: Matrix, x: F32, top: int) -> F32:
     return multiply_integers(replace(w, levels=levels), x, 32767 if is_wide else top, f32(1) / f32(times))
 
 
-def multiply_integers(w: Matrix, x: F32, top: int, factor: F32 = f32(1)) -> F32:
+def multiply_integers(w: Matrix, x: F32, top: int, factor: np.float32 = ONE) -> F32:
     y = np.zeros((len(x), len(w.levels)), f32)
     for column in range(0, x.shape[1], w.block):
         columns = slice(column, column + w.block)
