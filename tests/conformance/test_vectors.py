@@ -18,7 +18,7 @@ from blake3 import blake3
 from jsonschema import Draft202012Validator
 from w4files import random_parts, small_plan, write
 
-from w4conv import scheme
+from w4conv import codes, scheme
 from w4conv.container import open_container, read_header
 from w4conv.errors import FormatError
 from w4conv.scheme import QuantScheme
@@ -183,7 +183,7 @@ def mark_padding(coding: QuantScheme, shape: tuple[int, int, int], part: str) ->
         else:
             dwords[:, :, -1, :, columns_left:] = columns_left < 4  # else some byte holds a column in its low half
         return dwords.reshape(-1)
-    width = {"scales": 2, "offsets": 2, "zero_points": 1}[part]
-    groups = np.zeros((n_matrices, 1, coding.n_groups(n_columns), 16, width), bool)
+    of_row = codes.row_parts(coding)[part]
+    groups = np.zeros((n_matrices, 1, of_row.n_runs(n_columns), 16, of_row.dtype.itemsize), bool)
     groups[:, :, :, n_rows:] = True
     return groups.reshape(-1)

@@ -90,6 +90,9 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
         levels = stored.astype(np.int64) - np.repeat(points, group_size, axis=2)[..., :n_columns]
     elif scheme.kind in CODEBOOKS:
         levels = codes.CODEBOOKS[scheme.kind][stored]
+        if scheme.kind == "nl4":
+            shifts = 8 * (of_groups("scales", "u1").astype(np.int64) // 64) - 12
+            levels = levels + np.repeat(shifts, group_size, axis=2)[..., :n_columns].astype(f32)
     else:
         levels = stored.astype(np.int64)
     return [Matrix(scheme.kind, group_size, *each) for each in zip(levels, scales, offsets, strict=True)]
