@@ -18,7 +18,7 @@ from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.runtime.engine import Model
-from w4conv.scheme import int4
+from w4conv.scheme import scheme_of
 
 DOWN, EMBED = "model.layers.{}.mlp.down_proj.weight", "model.embed_tokens.weight"
 TEXT: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32}
@@ -63,7 +63,7 @@ def test_the_matrix_that_loses_most_gets_the_bits() -> None:
 
 
 def test_the_menu_rises_in_size() -> None:
-    bits = [s.bits + 16 / s.group_size for s in MENU]
+    bits = [s.bits + (8 if s.has_shifts else 16) / s.group_size for s in MENU]
     assert bits == sorted(bits)
 
 
@@ -94,7 +94,7 @@ def test_the_container_keeps_the_budget(model: Path, tmp_path: Path, target: str
 
 
 def test_targets_out_of_reach(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"target-bpw 3 is out of reach: from int4/g256 to int8/g128") as told:
+    with pytest.raises(UsageError, match=r"target-bpw 3 is out of reach: from nl4/g128 to int8/g128") as told:
         quantize(model, tmp_path / "out.w4", target_bpw=3)
     low, high = re.findall(r"has ([\d.]+) to ([\d.]+) bits", str(told.value))[0]
     for ends in (low, high):
@@ -165,7 +165,7 @@ def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypat
         ("*.layers.0.*", "layers.0."), ("*.layers.1.*", "layers.1."), ("embedding", "embed"), ("head", "lm_head"),
     ):  # fmt: skip
         file = tmp_path / "one.toml"
-        file.write_text(f'[tensors]\n"{pattern}" = {{scheme = "int4", group = 256}}\n')
+        file.write_text(f'[tensors]\n"{pattern}" = {{scheme = "nl4", group = 128}}\n')
         quantize(model, tmp_path / "one.w4", scheme="f32", recipe=str(file), overwrite=True)
         klds = []
         with Model(tmp_path / "one.w4") as one, Model(tmp_path / "base.w4") as base:
@@ -178,4 +178,4 @@ def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypat
         assert all(s > 0 for s in shares)
     for losses in kept["losses"].values():
         assert losses[-1] < 0.05 * losses[0]
-    assert MENU[0] == int4(256)
+    assert MENU[0] == scheme_of("nl4", 128)

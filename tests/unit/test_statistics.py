@@ -11,6 +11,7 @@ import pytest
 from blake3 import blake3
 from helpers import WORDS, make_llama_dir
 from safetensors.numpy import load_file, save_file
+from shifted import LEVELS, SHIFTS, by_the_text
 
 from w4conv import kernels
 from w4conv.calibration.imatrix import ImportanceMatrix
@@ -170,8 +171,18 @@ def test_a_budget_of_bits(files: dict[bool, Path], model: Path, tmp_path: Path) 
         w = source.read(name).astype(np.float64)
     squares = load_file(files[False])["layers.1.down.mean_square"][0].astype(np.float64)
     for scheme, loss in zip(MENU, losses[name], strict=True):
-        q = quantize_rtn(w.astype(np.float32), scheme)
-        e = q.q * np.repeat(q.scales.astype(np.float64), scheme.group_size, axis=1)[:, : w.shape[1]] - w
+        size, x = scheme.group_size, w.astype(np.float32)
+        if scheme.has_shifts:
+            q, packed, steps = by_the_text(x, size)
+            sub_scales, shifts = (packed.astype(np.int64) + 32) % 64 - 32, np.array(SHIFTS)[packed // 64]
+            scales, levels = (
+                sub_scales * steps[:, None].astype(np.float64),
+                LEVELS[q] + np.repeat(shifts, size, axis=1)[:, : w.shape[1]],
+            )
+        else:
+            found = quantize_rtn(x, scheme)
+            scales, levels = found.scales.astype(np.float64), found.q
+        e = levels * np.repeat(scales, size, axis=1)[:, : w.shape[1]] - w
         relative = (np.square(e) * squares).sum() / (np.square(w) * squares).sum()
         np.testing.assert_allclose(loss, PART_WEIGHTS["down_proj"] * relative, rtol=1e-4)
 

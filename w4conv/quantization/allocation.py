@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from w4conv.scheme import int4, int8
+from w4conv.scheme import int8, scheme_of
 
-MENU: Final = (int4(256), int4(128), int4(64), int4(32), int8(128))  # by rising size
+MENU: Final = (*(scheme_of("nl4", size) for size in (128, 64, 32, 16)), int8(128))  # by rising size
 _DIGITS: Final = 6  # to which losses are told apart, so that the last bits of a sum decide nothing
 
 
