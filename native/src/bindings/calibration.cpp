@@ -62,8 +62,7 @@ void bound_round(Pool& pool, const FloatTiles& w, const Tokens& group, const Flo
   }
   const WithoutGil without_gil;
   gptq_round(kernels(), pool, w.data(), static_cast<int64_t>(n_tiles), static_cast<int64_t>(n), group.data(), scales.data(),
-             qmins.data(), static_cast<int64_t>(n_groups), factor.shape(0) == 0 ? nullptr : factor.data(), grid,
-             q.data());
+             qmins.data(), static_cast<int64_t>(n_groups), factor.shape(0) == 0 ? nullptr : factor.data(), grid, q.data());
 }
 
 void bound_solve(Pool& pool, const MutableFloatTiles& x, const FloatRows& factor, const Floats& pivots) {
@@ -97,7 +96,8 @@ void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
     for (size_t i = 0; i < q.size(); i++) require(q.data()[i] >= 0 && q.data()[i] < 16, "no such level");
   }
   const WithoutGil without_gil;
-  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, steps_of(steps, w), scales.data(), qmins.data(), q.data());
+  refine(kernels(), pool, w.data(), n_tiles, n, group_size, h.data(), grid, n_rounds, steps_of(steps, w), scales.data(),
+         qmins.data(), q.data());
 }
 
 void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatTiles& factors, const Floats& pivots,
@@ -119,8 +119,8 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
   }
   const WithoutGil without_gil;
   search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.shape(0) == 0 ? nullptr : factors.data(),
-                pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.shape(0)), grid, steps_of(steps, w), scales.data(),
-                qmins.data(), errors.data());
+                pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.shape(0)), grid, steps_of(steps, w),
+                scales.data(), qmins.data(), errors.data());
 }
 
 }  // namespace
@@ -136,8 +136,8 @@ void register_calibration(nb::module_& m) {
       "span"_a, "is_asymmetric"_a, "levels"_a);
   m.def("gptq_round", &bound_round, "pool"_a, "w"_a, "group"_a, "scales"_a, "qmins"_a, "factor"_a, "grid"_a, "q"_a);
   m.def("solve_rows", &bound_solve, "pool"_a, "x"_a, "factor"_a, "pivots"_a);
-  m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "grid"_a, "n_rounds"_a, "steps"_a, "scales"_a, "qmins"_a,
-        "q"_a);
+  m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "grid"_a, "n_rounds"_a, "steps"_a, "scales"_a,
+        "qmins"_a, "q"_a);
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "grid"_a,
         "steps"_a, "scales"_a, "qmins"_a, "errors"_a);
 }

@@ -69,8 +69,8 @@ inline vf rounded(vf x, vf low, vf high) {
   return (x + magic) - magic;
 }
 
-// The levels of a Grid. nearest: that of x / scale, of integers from `low` on, or of a codebook's levels, `low` added; 0 where
-// the scale is 0. Codes of a codebook count its levels from the lowest; integers are their own.
+// The levels of a Grid. nearest: that of x / scale, of integers from `low` on, or of a codebook's levels, `low` added; 0
+// where the scale is 0. Codes of a codebook count its levels from the lowest; integers are their own.
 struct IntegerLevels {
   const Grid& grid;
   vf nearest(vf x, vf scale, vf low) const {
@@ -160,8 +160,8 @@ void solve_rows(float* x, int64_t n, int64_t n_rows, const float* factor, const 
 }
 
 // The GPTQ column update: q[j] = code of w[j] + acc[j], from the last column to the first, and its error w[j] - level *
-// scale goes to the columns before it, or nowhere where `factor` is null. group[j]: whose scale column j has; scales, qmins (the lowest integers):
-// [tile][n_groups][16]. acc: n * kChunkRows floats.
+// scale goes to the columns before it, or nowhere where `factor` is null. group[j]: whose scale column j has; scales, qmins
+// (the lowest integers): [tile][n_groups][16]. acc: n * kChunkRows floats.
 void gptq_round(const float* w, int64_t n, int64_t n_rows, const int32_t* group, const float* scales, const float* qmins,
                 int64_t n_groups, const float* factor, const Grid& grid, int8_t* q, float* acc) {
   on(grid, [&](auto levels) {
@@ -357,12 +357,12 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
 
 // Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
 // round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with
-// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and the shift of a codebook;
-// on an asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. steps: 16, or
-// null. scales, qmins, errors: 16.
+// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and the shift of a
+// codebook; on an asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats.
+// steps: 16, or null. scales, qmins, errors: 16.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
                    int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
-               float* acc) {
+                   float* acc) {
   on(grid, [&](auto levels) {
     search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, steps, scales, qmins, errors, acc);
   });

@@ -169,13 +169,13 @@ void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, i
 }
 
 void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-            const float* h, const Grid& grid, int n_rounds, const float* steps, float* scales,
-            const float* qmins, int8_t* q) {
+            const float* h, const Grid& grid, int n_rounds, const float* steps, float* scales, const float* qmins,
+            int8_t* q) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   each_chunk(pool, n_tiles, (2 * n + 3 * group_size) * kChunkRows, [&](int64_t tile, int64_t n_rows, float* scratch) {
     const int64_t at = tile * n * kTileRows, of_group = tile * n_groups * kTileRows;
-    kernels.refine(w + at, n, n_rows, group_size, h, grid, n_rounds,
-                   steps == nullptr ? nullptr : steps + tile * kTileRows, scales + of_group, qmins + of_group, q + at, scratch);
+    kernels.refine(w + at, n, n_rows, group_size, h, grid, n_rounds, steps == nullptr ? nullptr : steps + tile * kTileRows,
+                   scales + of_group, qmins + of_group, q + at, scratch);
   });
 }
 
@@ -188,8 +188,7 @@ void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n
     kernels.search_scales(w + (tile * n + begin) * kTileRows, std::min(group_size, n - begin),
                           factors == nullptr ? nullptr : factors + g * group_size * group_size, pivots + begin, multipliers,
                           n_multipliers, grid, steps == nullptr ? nullptr : steps + tile * kTileRows,
-                          scales + task * kTileRows, qmins + task * kTileRows,
-                          errors + task * kTileRows, acc);
+                          scales + task * kTileRows, qmins + task * kTileRows, errors + task * kTileRows, acc);
   });
 }
 

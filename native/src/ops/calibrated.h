@@ -26,11 +26,11 @@ void gptq_round(const Kernels& kernels, Pool& pool, const float* w, int64_t n_ti
 void solve_rows(const Kernels& kernels, Pool& pool, float* x, int64_t n_tiles, int64_t n, const float* factor,
                 const float* pivots);
 
-// Codes q [n_tiles][n][16] and scales [n_tiles][n_groups][16] made better; h [n][n]. steps [n_tiles][16], of which scales are
-// multiples, or null where they are FP16 numbers.
+// Codes q [n_tiles][n][16] and scales [n_tiles][n_groups][16] made better; h [n][n]. steps [n_tiles][16], of which scales
+// are multiples, or null where they are FP16 numbers.
 void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
-            const float* h, const Grid& grid, int n_rounds, const float* steps, float* scales,
-            const float* qmins, int8_t* q);
+            const float* h, const Grid& grid, int n_rounds, const float* steps, float* scales, const float* qmins,
+            int8_t* q);
 
 // w [n_tiles][n][16], groups of group_size columns; factors [n_groups][group_size][group_size] (the last group uses its own
 // width as stride) or null, pivots [n], multipliers [n_multipliers][2] -> scales, qmins and errors [n_tiles][n_groups][16].
