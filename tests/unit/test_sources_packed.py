@@ -388,8 +388,10 @@ def test_bitsandbytes(tmp_path: Path, kind: str, nested: bool, block: int) -> No
     assert {schemes(tmp_path / "m.w4")[name].kind for name in linears(directory)} == {kind}
     assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
     w4conv.quantize(directory, tmp_path / "f.w4", scheme="f32")
+    # Levels of nf4 in products are within 2^-12 of the exact ones (docs/numerics.md 2); those of fp4 are exact.
+    tolerance = {"nf4": 5e-3, "fp4": 1e-3}[kind]
     with w4conv.Model(tmp_path / "m.w4") as coded, w4conv.Model(tmp_path / "f.w4") as plain:
-        np.testing.assert_allclose(coded.logits([1, 2, 3]), plain.logits([1, 2, 3]), rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(coded.logits([1, 2, 3]), plain.logits([1, 2, 3]), rtol=1e-3, atol=tolerance)
 
 
 EXPERTS = "model.layers.0.mlp.experts"
