@@ -113,7 +113,8 @@ class QuantScheme:
         if KINDS[self.kind].has_shifts != (self.scale_dtype == "s6"):
             raise UsageError(f"scheme {self.kind} has no scales of dtype {self.scale_dtype}")
         if self.is_two_level and not 0 < self.group_size < SUPER_COLUMNS:
-            raise UsageError(f"scale dtype {self.scale_dtype} needs groups of 16 to 128, not {self.group_size}")
+            needy = f"scheme {self.kind}" if self.has_shifts else f"scale dtype {self.scale_dtype}"
+            raise UsageError(f"{needy} needs groups of 16 to 128, not {self.group_size or 'row'}")
 
     @property
     def bits(self) -> int:

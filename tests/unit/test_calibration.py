@@ -53,7 +53,7 @@ def problem(n_rows: int, n_columns: int, *, seed: int = 0) -> tuple[Any, Inputs,
 
 
 def dequantized(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
-    parts = {kind: kernels.as_bytes(part) for kind, part in solution.parts().items()}
+    parts = {kind: kernels.as_bytes(part) for kind, part in solution.packed.parts().items()}
     return codes.dequantize(scheme, shape, parts)
 
 

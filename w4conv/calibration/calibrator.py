@@ -81,8 +81,10 @@ class Calibrator(ABC):
             found.append(self._solve(t, values, row, observed, of_inputs=True))
             self._chosen[found[-1].method] += row == 0
             self._solved(values.nbytes, t.name)
-        joined: dict[str, Any] = {kind: np.concatenate([s.parts()[kind] for s in found]) for kind in found[0].parts()}
-        return replace(found[0], **joined, n_underflowed=sum(s.n_underflowed for s in found))
+        blocks = [s.packed for s in found]
+        joined: dict[str, Any] = {kind: np.concatenate([b.parts()[kind] for b in blocks]) for kind in blocks[0].parts()}
+        n_underflowed = sum(b.n_underflowed for b in blocks)
+        return replace(found[0], packed=blocks[0]._replace(**joined, n_underflowed=n_underflowed))
 
     def _solve(
         self, t: TensorSpec, values: npt.NDArray[Any], row: int, observed: Observed, *, of_inputs: bool,

@@ -189,7 +189,7 @@ class SequentialCalibrator(Calibrator):
             assert self._stored is not None
             parts = self._stored(t.name)
         else:
-            parts = {kind: kernels.as_bytes(part) for kind, part in self._done[t.name].parts().items()}
+            parts = {kind: kernels.as_bytes(part) for kind, part in self._done[t.name].packed.parts().items()}
         return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
 
     def _coded(self, t: TensorSpec, scheme: QuantScheme) -> Matrix:

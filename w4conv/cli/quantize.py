@@ -74,7 +74,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(EMBEDDINGS),
-            help="Coding of embedding and head [default: int8, or as the scheme where that is a float type or keep]",
+            help="Coding of embedding and head [default: int8, or as the scheme where that is nl4, a float type or "
+            "keep]",
             autocompletion=one_of(EMBEDDINGS),
         ),
     ] = None,

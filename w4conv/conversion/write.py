@@ -88,9 +88,9 @@ def _calibrator(
 
 
 def _write_solution(writer: Writer, name: str, solution: Solution) -> int:
-    for kind, part in solution.parts().items():
+    for kind, part in solution.packed.parts().items():
         writer.write(name, kind, part)
-    return solution.n_underflowed
+    return solution.packed.n_underflowed
 
 
 class _Values:

@@ -110,9 +110,8 @@ def search_scales(
     """Scales, q_min and errors, each (n_tiles, n_groups, 16). Bit for bit `reference_gptq.search_scales`.
 
     w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size) as `factor` gives them, or None; pivots:
-    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`.
-    A last group of n < group_size columns has its factor (n, n) in the
-    first n * n values.
+    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`. A last group of n < group_size columns has its
+    factor (n, n) in the first n * n values.
     """
     if factors is None:
         factors = np.empty((0, group_size, group_size), np.float32)

@@ -20,10 +20,10 @@ STEPPING: Final = tuple((sign * m, shift) for m in (1.15, 0.95, 0.75) for shift 
 
 
 def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
-    """The nearest codes of (n_rows, n_columns) values, bit for bit `quantization.reference`.
+    """The nearest codes of (n_rows, n_columns) values, bit for bit `quantization.reference`; of a scheme with shifts,
+    bit for bit w4-codes 6.7: with the scale and shift of each group that leave the least square error, of candidates.
 
-    Of a scheme with shifts: with the scale and the shift of each group that leave the least square error, of
-    candidates. values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole
+    values: float16 for dtype "F16", uint16 for "BF16" (its bits), float32 for "F32". Blocks of a whole
     number of tiles (16 rows) may be coded one after another and concatenated. Raises BadValueError.
     """
     if not scheme.is_float and scheme.has_shifts:

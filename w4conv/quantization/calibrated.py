@@ -147,29 +147,12 @@ class OutputResidual:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """codes: (n_tiles, n_lines, 16) uint32, scales: (n_tiles, n_groups, 16) float16 or, with shifts, uint8; of int4z,
-    zero_points: uint8 of that shape; with shifts, super_scales: (n_tiles, 1, 16) float16: as the container has them.
-
-    error: mean square error of the outputs, relative to the outputs, on held-out tokens and JUDGED_ROWS rows.
-    n_underflowed: groups of nonzero values whose scale is zero.
-    """
+    """packed: as the container has it. error: mean square error of the outputs, relative to the outputs, on held-out
+    tokens and JUDGED_ROWS rows."""
 
     method: str
-    codes: npt.NDArray[np.uint32]
-    scales: npt.NDArray[np.generic]
-    zero_points: npt.NDArray[np.uint8] | None
-    super_scales: npt.NDArray[np.float16] | None
+    packed: kernels.PackedRows
     error: float
-    n_underflowed: int
-
-    def parts(self) -> dict[str, npt.NDArray[np.generic]]:
-        """By kind, in file order."""
-        parts: dict[str, npt.NDArray[np.generic]] = {"codes": self.codes, "scales": self.scales}
-        if self.super_scales is not None:
-            parts["super_scales"] = self.super_scales
-        if self.zero_points is not None:
-            parts["zero_points"] = self.zero_points
-        return parts
 
 
 def solve(
@@ -212,12 +195,14 @@ def solve(
     power = few.power()
     return Solution(
         method=name,
-        codes=codes.pack(scheme, stored[None])[0],
-        scales=_stored_scales(found),
-        super_scales=None if found.steps is None else found.steps.astype(np.float16)[:, None],
-        zero_points=_zero_points(found.q_min, len(w)) if grid.is_asymmetric else None,
+        packed=kernels.PackedRows(
+            codes=codes.pack(scheme, stored[None])[0],
+            scales=_stored_scales(found),
+            super_scales=None if found.steps is None else found.steps.astype(np.float16)[:, None],
+            zero_points=_zero_points(found.q_min, len(w)) if grid.is_asymmetric else None,
+            n_underflowed=problem.n_underflowed(found),
+        ),
         error=loss / power if power > 0 else 0.0,
-        n_underflowed=problem.n_underflowed(found),
     )
 
 

@@ -91,7 +91,7 @@ constexpr Entries entries_of(Kind kind) {
 
 // Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns. kShifted:
 // a byte with a signed scale of 6 bits, times an FP16 number for the whole row, and above it 2 bits i of the group's shift:
-// 8 i - 12 is added to the levels (w4-codes 4).
+// 8 i - 12 is added to the levels (w4-codes 2.6).
 enum class ScaleType : uint8_t { kF16, kF32, kInt8, kShifted };
 constexpr int64_t kSuperColumns = 256;
 constexpr int kShiftStep = 8, kLowestShift = -12;
