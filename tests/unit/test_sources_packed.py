@@ -122,10 +122,10 @@ def test_gptq_by_hand(tmp_path: Path) -> None:
     assert found[0, :8].tolist() == [-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5]
 
 
-@pytest.mark.parametrize("group", [32, 64])
-def test_gptq_symmetric(tmp_path: Path, group: int) -> None:
-    """The rows of down_proj have 96 columns: a group of 64 and one of 32."""
-    check(write(tmp_path / "m", {**GPTQ, "group_size": group}, gptq(group=group)), packed.gptq, f"int4/g{group}")
+@pytest.mark.parametrize(("group", "kept"), [(16, 16), (32, 32), (48, 16), (64, 64)])
+def test_gptq_symmetric(tmp_path: Path, group: int, kept: int) -> None:
+    """The rows of down_proj have 96 columns: a group of 64 and one of 32. Groups of 48 are cut, their scale repeated."""
+    check(write(tmp_path / "m", {**GPTQ, "group_size": group}, gptq(group=group)), packed.gptq, f"int4/g{kept}")
 
 
 def test_gptq_with_zero_points(tmp_path: Path) -> None:
