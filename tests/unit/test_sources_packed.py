@@ -124,7 +124,7 @@ def test_gptq_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("group", "kept"), [(16, 16), (32, 32), (48, 16), (64, 64)])
 def test_gptq_symmetric(tmp_path: Path, group: int, kept: int) -> None:
-    """The rows of down_proj have 96 columns: a group of 64 and one of 32. Groups of 48 are cut, their scale repeated."""
+    """The rows of down_proj have 96 columns: a group of 64 and one of 32. Groups of 48 are cut."""
     check(write(tmp_path / "m", {**GPTQ, "group_size": group}, gptq(group=group)), packed.gptq, f"int4/g{kept}")
 
 
