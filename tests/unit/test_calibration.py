@@ -53,7 +53,7 @@ def problem(n_rows: int, n_columns: int, *, seed: int = 0) -> tuple[Any, Inputs,
 
 
 def dequantized(solution: Any, scheme: QuantScheme, shape: tuple[int, int]) -> Any:
-    parts = {kind: kernels.as_bytes(part) for kind, part in solution.packed.parts().items()}
+    parts = solution.packed.raw_parts()
     return codes.dequantize(scheme, shape, parts)
 
 
@@ -66,7 +66,7 @@ def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
     w, inputs, x = problem(20, 72)
     found = {method: solve(w, inputs, scheme, method) for method in calibrated.METHODS}
     packed = kernels.quantize_rtn(w, "F32", scheme)
-    plain = codes.dequantize(scheme, w.shape, {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()})
+    plain = codes.dequantize(scheme, w.shape, packed.raw_parts())
     assert np.array_equal(dequantized(found["rtn"], scheme, w.shape), plain)
     for s in found.values():
         wanted, got = x @ w.T.astype(np.float64), x @ dequantized(s, scheme, w.shape).T.astype(np.float64)

@@ -111,8 +111,7 @@ class Sensitivity:
         """With the smallest scheme of the menu."""
         scheme, stored = self._menu[0], self._source.tensors[t.name]
         with self._naming_tensor(t):
-            packed = kernels.quantize_rtn(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
-        parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
+            parts = kernels.nearest_parts(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
         return scheme, (t.shape[0], t.shape[1]), parts
 
     def _errors(self, t: TensorSpec, squares: F64Array | None) -> tuple[float, ...]:
@@ -213,8 +212,7 @@ def _pass_through(model: LayerModel, hidden: F32Array) -> None:
 
 
 def _nearest(rows: F32Array, scheme: QuantScheme, threads: int | None) -> F32Array:
-    packed = kernels.quantize_rtn(rows, "F32", scheme, threads=threads)
-    return codes.dequantize(scheme, rows.shape, {k: kernels.as_bytes(part) for k, part in packed.parts().items()})
+    return codes.dequantize(scheme, rows.shape, kernels.nearest_parts(rows, "F32", scheme, threads=threads))
 
 
 def _weighted(e: F32Array, weights: F64Array) -> float:

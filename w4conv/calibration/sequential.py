@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -189,13 +189,13 @@ class SequentialCalibrator(Calibrator):
             assert self._stored is not None
             parts = self._stored(t.name)
         else:
-            parts = {kind: kernels.as_bytes(part) for kind, part in self._done[t.name].packed.parts().items()}
+            parts = self._done[t.name].packed.raw_parts()
         return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
 
     def _coded(self, t: TensorSpec, scheme: QuantScheme) -> Matrix:
         dtype = self._source.tensors[t.name].dtype
         try:
-            parts = _nearest(self._source.read(t.name), dtype, scheme, self._threads)
+            parts = kernels.nearest_parts(self._source.read(t.name), dtype, scheme, threads=self._threads)
         except kernels.BadValueError as error:
             raise self._bad_value(t.name, error) from None
         return scheme, (t.shape[0], t.shape[1]), parts
@@ -206,7 +206,7 @@ class SequentialCalibrator(Calibrator):
         scheme = self._layout.tensors[t.name].scheme
         rows = self._model.rows(t, ids)
         try:
-            parts = _nearest(rows, "F32", scheme, self._threads)
+            parts = kernels.nearest_parts(rows, "F32", scheme, threads=self._threads)
         except kernels.BadValueError as error:
             raise self._bad_value(t.name, error, int(ids[error.row])) from None
         return codes.dequantize(scheme, rows.shape, parts)
@@ -231,15 +231,6 @@ class SequentialCalibrator(Calibrator):
     def _normed(self, hidden: F32Array) -> F32Array:
         """Hidden states after the final norm."""
         return final_norm(self._spec, hidden, self._model.final_norm_weight(), threads=self._threads)
-
-
-def _nearest(
-    values: npt.NDArray[Any], dtype: str, scheme: QuantScheme, threads: int | None
-) -> dict[str, npt.NDArray[np.uint8]]:
-    if scheme.is_float:
-        return {"values": kernels.as_bytes(kernels.pack_float(values, dtype, scheme, threads=threads))}
-    packed = kernels.quantize_rtn(values, dtype, scheme, threads=threads)
-    return {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
 
 
 def _some_rows(matrix: Matrix, ids: npt.NDArray[np.int64]) -> F32Array:

@@ -18,7 +18,7 @@ from w4conv.kernels.convert import (
     pack_float,
 )
 from w4conv.kernels.multiply import PASS_TOKENS, dequantize, matmul, matrix_parts, multiply_registers, read
-from w4conv.kernels.nearest import SHIFTED, pack_steps, quantize_rtn, steps_of
+from w4conv.kernels.nearest import SHIFTED, nearest_parts, pack_steps, quantize_rtn, steps_of
 from w4conv.kernels.pool import as_bytes, starting_threads
 from w4conv.kernels.tiers import build_info, dot_instruction, explain_sigbus, isa_tier, isa_tiers
 
@@ -44,6 +44,7 @@ __all__ = [
     "matmul",
     "matrix_parts",
     "multiply_registers",
+    "nearest_parts",
     "pack_float",
     "pack_steps",
     "quantize_rtn",

@@ -44,6 +44,10 @@ class PackedRows(NamedTuple):
         }  # fmt: skip
         return {kind: part for kind, part in found.items() if part is not None}
 
+    def raw_parts(self) -> dict[str, npt.NDArray[np.uint8]]:
+        """The same as flat bytes, as `codes.dequantize` and the engine take them."""
+        return {kind: as_bytes(part) for kind, part in self.parts().items()}
+
 
 def pack_float(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> npt.NDArray[np.uint32]:
     """Values as tiled f16, bf16 or f32 lines (n_tiles, n_lines, 16), rounded half to even where the type narrows.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from w4conv import codes
 from w4conv.arrays import Array, F32Array
 from w4conv.errors import UsageError
 from w4conv.kernels.calibrated import gptq_round, search_scales
-from w4conv.kernels.convert import BadValueError, PackedRows, convert_rows
+from w4conv.kernels.convert import BadValueError, PackedRows, convert_rows, pack_float
+from w4conv.kernels.pool import as_bytes
 from w4conv.scheme import KINDS, SHIFTS, TILE_ROWS, TOP_SCALE, QuantScheme
 
 # Candidates of a scale with shifts: multiples of the one by which the extreme of a group meets the largest level, of
@@ -31,6 +33,18 @@ def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int
     if scheme.is_float or not KINDS[scheme.kind].is_rounded_to or scheme.scale_dtype != "f16":
         raise UsageError(f"no native quantizer for scheme {scheme}")
     return convert_rows(values, dtype, scheme, threads)
+
+
+def nearest_parts(
+    values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None
+) -> dict[str, npt.NDArray[np.uint8]]:
+    """Raw parts of values (n_rows, n_columns) rounded to nearest, in any scheme: `quantize_rtn`, or `pack_float`.
+
+    Raises BadValueError.
+    """
+    if scheme.is_float:
+        return {"values": as_bytes(pack_float(values, dtype, scheme, threads=threads))}
+    return quantize_rtn(values, dtype, scheme, threads=threads).raw_parts()
 
 
 def steps_of(
