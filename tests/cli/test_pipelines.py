@@ -34,6 +34,19 @@ def test_a_conversion_through_a_pipe_is_verified(checkpoint: Path, tmp_path: Pat
     assert (tmp_path / "out.w4").read_bytes() == raw
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_data_on_standard_output_stands_alone(w4: Runner, checkpoint: Path, container: Path, name: str) -> None:
+    """The report goes to standard error, by whatever name the output is called."""
+    run = w4("quantize", checkpoint, name, "--json").done()
+    assert run.raw == container.read_bytes()
+    assert json.loads(run.err)["schema"] == "w4conv.quantize/1"
+    run = w4("export", container, name, "--to", "gguf").done()
+    assert run.raw.startswith(b"GGUF")
+    assert run.err.split()[:4] == ["wrote", "standard", "output", "(gguf),"]
+    assert b"standard output" not in run.raw
+    assert w4("cat", container, "model.norm.weight", "-o", name, "--json").done().raw.startswith(b"\x93NUMPY")
+
+
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
 def test_standard_input(w4: Runner, container: Path, command: str, name: str) -> None:

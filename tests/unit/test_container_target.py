@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from w4conv.errors import OutputError
-from w4conv.files.target import STDOUT, check_target, open_target
+from w4conv.files.streams import STDOUT
+from w4conv.files.target import check_target, open_target
 
 
 def put(
@@ -168,7 +169,7 @@ def test_a_closed_pipe_stays_a_broken_pipe(tmp_path: Path) -> None:
     os.close(writing)
 
 
-@pytest.mark.parametrize("path", [STDOUT, Path("/dev/stdout")], ids=str)
+@pytest.mark.parametrize("path", [STDOUT, Path("/dev/stdout"), Path("/dev/fd/1"), Path("/proc/self/fd/1")], ids=str)
 def test_standard_output(path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     put(path)
     assert capfdbinary.readouterr().out == b"new"

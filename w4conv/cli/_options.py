@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from w4conv.errors import InputError, UsageError
+from w4conv.files.streams import is_stdin
 
 
 def _can_run(threads: int | None) -> int | None:
@@ -69,7 +70,7 @@ def one_of(words: Sequence[str]) -> Callable[[str], list[str]]:
 
 def refuse_terminal(path: str) -> None:
     """Raises UsageError for `-` where nobody would send a file, InputError where nothing can come."""
-    if path == "-" and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:  # see _streams
+    if is_stdin(path) and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:  # see _streams
         raise InputError("standard input is closed. Name a file, or pipe a .w4 file in")
-    if path == "-" and sys.stdin.isatty():
+    if is_stdin(path) and sys.stdin.isatty():
         raise UsageError("standard input is a terminal; name a file, or pipe a .w4 file in")

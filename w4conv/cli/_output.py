@@ -16,6 +16,7 @@ from typing import IO, Any, Final
 
 from w4conv.cli import _streams
 from w4conv.errors import OutputError
+from w4conv.files.streams import is_stdin, is_stdout
 
 # Characters that give orders to a terminal: controls, and those that turn the direction of text.
 _ORDERS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -101,7 +102,17 @@ def streamed(text: str) -> str:
 
 def path(path: str) -> str:
     """A path that was read, as people call it."""
-    return "standard input" if path == "-" else path
+    return "standard input" if is_stdin(path) else path
+
+
+def output_path(path: str) -> str:
+    """A path that was written, as people call it."""
+    return "standard output" if is_stdout(path) else path
+
+
+def report_stream(out: str) -> IO[str]:
+    """Where the report on an output goes: standard output, unless the data goes there."""
+    return sys.stderr if is_stdout(out) else sys.stdout
 
 
 def nbytes(n: int | None) -> str:

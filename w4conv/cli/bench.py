@@ -13,6 +13,7 @@ from w4conv.cli._bench_table import as_markdown, as_text
 from w4conv.cli._options import Activations, Json, KvKind, Threads
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import UsageError
+from w4conv.files.streams import is_stdout
 
 REPORT = ("w4conv.commands.bench", "BenchReport")
 EPILOG = """\
@@ -73,7 +74,8 @@ def bench(
     from w4conv.files.overlap import refuse_origin, refuse_overlap
     from w4conv.files.target import check_target, open_target
 
-    if json + as_csv + markdown + (html in ("-", "/dev/stdout")) > 1:
+    page_is_output = html is not None and is_stdout(html)
+    if json + as_csv + markdown + page_is_output > 1:
         raise UsageError("--json, --csv, --md and a report on standard output exclude one another")
     if shape is not None and text is not None:
         raise UsageError("the weights of a --shape are random, so that no perplexity is of use; leave --text out")
@@ -100,5 +102,5 @@ def bench(
         _output.write_json("bench", report)
     elif as_csv:
         _output.write(csv_of(report))
-    elif html not in ("-", "/dev/stdout"):
+    elif not page_is_output:
         _output.write(as_markdown(report) if markdown else as_text(report))

@@ -56,7 +56,6 @@ def calibrate(
 
     The report goes to standard output, or to standard error when OUT is -.
     """
-    import sys
 
     from w4conv.commands.calibrate import calibrate as observe
 
@@ -65,14 +64,13 @@ def calibrate(
             source, text, out, full=full, tokens=tokens, ctx=ctx, threads=threads, overwrite=overwrite,
             progress=progress,
         )  # fmt: skip
-    stream = sys.stderr if out == "-" else sys.stdout
+    stream = _output.report_stream(out)
     if json:
         _output.write_json("calibrate", report, stream=stream)
         return
-    name = "standard output" if out == "-" else out
     kind = "means, mean squares and second moments" if full else "means and mean squares"
     pairs = [
-        ("wrote", f"{name}, {_output.nbytes(report.nbytes)}"),
+        ("wrote", f"{_output.output_path(out)}, {_output.nbytes(report.nbytes)}"),
         ("from", f"{report.source}, {report.architecture}"),
         ("text", f"{report.text}, {report.tokens:,} tokens in sequences of {report.ctx}"),
         ("holds", f"{kind} of activations at {report.n_places} hooks"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -39,4 +38,4 @@ def cat(
     refuse_terminal(file)
     written = extract(file, tensor, out, overwrite=overwrite)
     if json:
-        _output.write_json("cat", written, stream=sys.stderr if out == "-" else sys.stdout)
+        _output.write_json("cat", written, stream=_output.report_stream(out))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from w4conv.cli import _output
 from w4conv.cli._options import Json, one_of
 from w4conv.cli._progress import progress_bar
+from w4conv.files.streams import is_stdout
 
 if TYPE_CHECKING:
     from w4conv.exports.report import ExportReport, ExportTotal
@@ -75,9 +75,9 @@ def export(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        left = "what was sent is incomplete" if out == "-" else f"{out} was not written"
+        left = "what was sent is incomplete" if is_stdout(out) else f"{out} was not written"
         raise KeyboardInterrupt(f"interrupted; {left}") from None
-    stream = sys.stderr if out == "-" else sys.stdout
+    stream = _output.report_stream(out)
     if json:
         _output.write_json("export", report, stream=stream)
     else:
@@ -86,7 +86,7 @@ def export(
 
 def as_text(report: ExportReport) -> str:
     verb = "would write" if report.dry_run else "wrote"
-    name = "standard output" if report.out == "-" else report.out
+    name = _output.output_path(report.out)
     files = f"{len(report.files)} files, " if len(report.files) > 1 else ""
     exact = {
         True: "yes: every value is that of the container",

@@ -10,6 +10,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._options import Json, refuse_terminal
+from w4conv.files.streams import is_stdin
 
 if TYPE_CHECKING:
     from w4conv.commands.inspect import Inspection, TensorRow, Total
@@ -45,7 +46,7 @@ def inspect(
     from w4conv.commands.inspect import inspect_stream
 
     refuse_terminal(path)
-    found = inspect_stream(sys.stdin.buffer) if path == "-" else describe(path)
+    found = inspect_stream(sys.stdin.buffer) if is_stdin(path) else describe(path)
     if json:
         _output.write_json("inspect", found)
         return

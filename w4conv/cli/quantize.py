@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,7 @@ from w4conv.cli import _output
 from w4conv.cli._errors import print_message
 from w4conv.cli._options import Json, Threads, one_of
 from w4conv.cli._progress import progress_bar
+from w4conv.files.streams import is_stdout
 from w4conv.scheme import GROUP_WORDS, SCHEME_WORDS, TENSOR_WORDS
 
 if TYPE_CHECKING:
@@ -194,13 +194,13 @@ def quantize(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        left = "what was sent is incomplete" if out == "-" else f"{out} was not written"
-        if resume and out != "-":
+        left = "what was sent is incomplete" if is_stdout(out) else f"{out} was not written"
+        if resume and not is_stdout(out):
             left = f"{out} is not complete; --resume goes on"
         raise KeyboardInterrupt(f"interrupted; {left}") from None
     for warning in report.warnings:
         print_message("warning", warning)
-    stream = sys.stderr if out == "-" else sys.stdout
+    stream = _output.report_stream(out)
     if json:
         _output.write_json("quantize", report, stream=stream)
     else:
@@ -209,7 +209,7 @@ def quantize(
 
 def as_text(report: ConversionReport) -> str:
     verb = "would write" if report.dry_run else "wrote"
-    name = "standard output" if report.out == "-" else report.out
+    name = _output.output_path(report.out)
     ratio = report.output_nbytes / report.input_nbytes if report.input_nbytes else 0.0
     pairs = [
         (verb, f"{name}, {_output.nbytes(report.output_nbytes)}"),

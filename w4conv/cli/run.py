@@ -13,6 +13,7 @@ from w4conv.cli import _output
 from w4conv.cli._errors import INTERRUPTED, print_message
 from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
 from w4conv.errors import InputError, UsageError
+from w4conv.files.streams import is_stdin
 
 if TYPE_CHECKING:
     from w4conv.commands.run import RunStatistics
@@ -129,7 +130,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         raise UsageError("no prompt: give -p TEXT or -f FILE, or pipe one in")
     where = "standard input" if file in (None, "-") else str(file)
     try:
-        if file is None or file == "-":
+        if file is None or is_stdin(file):
             data = sys.stdin.buffer.read(MAX_PROMPT_NBYTES + 1)
         else:
             with Path(file).open("rb") as stream:

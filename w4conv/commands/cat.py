@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -18,7 +17,8 @@ from w4conv.commands.options import refuse_idle
 from w4conv.container import Container, TensorInfo, open_container, open_stream
 from w4conv.errors import UsageError
 from w4conv.files.overlap import refuse_origin, refuse_overlap
-from w4conv.files.target import STDOUT, open_target
+from w4conv.files.streams import is_stdin
+from w4conv.files.target import open_target
 from w4conv.scheme import TILE_ROWS
 
 NPY: Final = b"\x93NUMPY"
@@ -49,7 +49,7 @@ def cat(
     out = path_of(out, "out")
     refuse_idle("cat", {"out": out, "overwrite": overwrite})
     refuse_overlap([out], container=path)
-    with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
+    with open_stream(sys.stdin.buffer) if is_stdin(path) else open_container(path) as container:
         if tensor not in container.tensors:
             some = ", ".join(list(container.tensors)[:3])
             raise UsageError(f"{path} has no tensor {tensor!r}. It has {len(container.tensors)}, such as {some}")

@@ -18,7 +18,7 @@ from w4conv import codes
 from w4conv.arrays import Bytes, F32Array
 from w4conv.container import Container, TensorInfo, is_container, open_container, open_stream
 from w4conv.errors import InputError
-from w4conv.files.target import STDOUT
+from w4conv.files.streams import is_stdin
 from w4conv.measure.distortion import Distortion, DistortionMeter
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.folding import folded_as_recorded
@@ -93,7 +93,7 @@ def diff(
 
     source: a third one, from which the distance of both is measured. Raises InputError.
     """
-    if Path(a) == STDOUT and Path(b) == STDOUT:
+    if is_stdin(a) and is_stdin(b):
         raise InputError("standard input can be read once only; name one of the two")
     progress = progress or Silent()
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ class _SourceSide(_Side):
 
 def _open(path: str | os.PathLike[str], stack: ExitStack) -> _Side:
     path = Path(path)
-    if path == STDOUT:
+    if is_stdin(path):
         return _ContainerSide(stack.enter_context(open_stream(sys.stdin.buffer)))
     if is_container(path):
         return _ContainerSide(stack.enter_context(open_container(path)))

@@ -55,9 +55,10 @@ def _is_file(name: str) -> Callable[[Values], bool]:
 
     def check(values: Values) -> bool:
         from w4conv.files.overlap import known  # with what every command would load else
+        from w4conv.files.streams import is_stdout
 
         out = values.get(name)
-        if out is None or str(out) in ("-", "/dev/stdout"):
+        if out is None or is_stdout(out):
             return False
         return known(Path.is_file, out) or known(Path.is_dir, out) or not known(Path.exists, out)
 

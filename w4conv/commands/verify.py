@@ -17,7 +17,7 @@ from w4conv.commands.options import has_integers, refuse_idle
 from w4conv.container import Container, open_container, open_stream
 from w4conv.conversion.declarations import HEADS, settle_declarations
 from w4conv.errors import FormatError, InputError, UsageError
-from w4conv.files.target import STDOUT
+from w4conv.files.streams import is_stdin
 from w4conv.measure.divergence import Divergence, compare_models
 from w4conv.measure.exported import compare_export
 from w4conv.measure.layer_errors import LayerError, LayerErrors
@@ -140,7 +140,7 @@ def verify(
             raise UsageError(f"{path} is no .w4 file: name the one that it was exported from with --against")
         return _verify_export(Path(path), Path(against), min_sqnr, progress)
 
-    with open_stream(sys.stdin.buffer) if Path(path) == STDOUT else open_container(path) as container:
+    with open_stream(sys.stdin.buffer) if is_stdin(path) else open_container(path) as container:
 
         def report(
             failures: list[str], *, intact: bool = True, round_trip: RoundTrip | None = None,

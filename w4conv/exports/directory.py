@@ -12,7 +12,8 @@ from typing import Final
 
 from w4conv import arguments
 from w4conv.errors import OutputError, UsageError
-from w4conv.files.target import STDOUTS, lock_output, output_errors, sync_directory
+from w4conv.files.streams import is_stdout
+from w4conv.files.target import lock_output, output_errors, sync_directory
 
 LEFTOVER: Final = "what an interrupted export had left was cleaned up"
 # What a directory may hold to count as a model, so that --overwrite never removes anything else.
@@ -21,7 +22,7 @@ _MODEL_SUFFIXES: Final = (".safetensors", ".json", ".jinja", ".model", ".txt", "
 
 def check_directory(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise OutputError when `path` cannot become a directory of `nbytes`."""
-    if path in STDOUTS:
+    if is_stdout(path):
         raise UsageError("this format is a directory, which standard output cannot take. Name a directory")
     with output_errors(path):
         if path.is_symlink() or (path.exists() and not path.is_dir()):

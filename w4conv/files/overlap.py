@@ -15,9 +15,8 @@ from blake3 import blake3
 
 from w4conv.arguments import path_of
 from w4conv.errors import UsageError
-from w4conv.files.target import STDOUTS
+from w4conv.files.streams import is_stdin, is_stdout
 
-_STDIN: Final = Path("-")
 _SCRATCH: Final = (".partial", ".old")  # what an output is called while it is written
 _WEIGHTS: Final = (".safetensors", ".gguf", ".bin", ".onnx.data")
 
@@ -39,7 +38,7 @@ def refuse_overlap(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[
         several = given if isinstance(given, list | tuple) else [] if given is None else [given]
         for path in [path_of(one, word) for one in several]:
             read.append(path)
-            status = _status(0 if path == _STDIN else path)
+            status = _status(0 if is_stdin(path) else path)
             if status is not None and stat.S_ISDIR(status.st_mode):
                 folders[_id(status)] = f"the {word}"
                 for name, entry in _files(path):
@@ -48,13 +47,13 @@ def refuse_overlap(outputs: Iterable[PathWords], **inputs: PathWords | Sequence[
                 files[_id(status)] = f"the {word} itself"
     seen: dict[Id | Path, Path] = {}
     for out in [path_of(out, "out") for out in outputs]:
-        if out in STDOUTS:
+        if is_stdout(out):
             status = _status(1)
             if status is not None and (what := files.get(_id(status))):
                 raise UsageError(f"standard output is {what}. Send it elsewhere")
         else:
             _refuse(out, files, folders, read)
-        status = _status(1 if out in STDOUTS else out)
+        status = _status(1 if is_stdout(out) else out)
         key = Path(os.path.realpath(out)) if status is None else _id(status)
         if key in seen and not _is_device(out):
             raise UsageError(f"{out} and {seen[key]} are one output. Name two")
@@ -69,7 +68,7 @@ def refuse_origin(out: PathWords, provenance: Mapping[str, Any], digests: Sequen
     source = provenance.get("source")
     listed = source.get("files") if isinstance(source, Mapping) else None
     out = Path(out)
-    if out in STDOUTS or not isinstance(listed, list) or len(listed) != len(digests):
+    if is_stdout(out) or not isinstance(listed, list) or len(listed) != len(digests):
         return
     found = [
         (str(file.get("name")), int(file.get("nbytes", -1)), digest)
@@ -155,7 +154,7 @@ def _id(status: os.stat_result) -> Id:
 
 
 def _is_device(path: Path) -> bool:
-    return path not in STDOUTS and known(Path.exists, path) and _status(path) is None
+    return not is_stdout(path) and known(Path.exists, path) and _status(path) is None
 
 
 def _has_size(path: Path, nbytes: int) -> bool:

@@ -22,9 +22,8 @@ from typing import Final, Protocol
 
 from w4conv import arguments
 from w4conv.errors import OutputError
+from w4conv.files.streams import is_stdout
 
-STDOUT = Path("-")
-STDOUTS = (STDOUT, Path("/dev/stdout"))  # opening the latter anew would truncate a file that the shell appends to
 _BYTES_AT_ONCE = 1 << 24  # a write of this size may be interrupted; a larger one only later
 _WRITEBACK_NBYTES = 1 << 26  # handed to the disk together, while what follows is made
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h: begin to write, wait for nothing
@@ -86,7 +85,7 @@ class Target:
 
 def check_target(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise OutputError when `path` cannot take `nbytes`: it exists, its directory is missing or read-only, or full."""
-    if path in STDOUTS:
+    if is_stdout(path):
         return
     with output_errors(path):
         if path.is_dir():
@@ -129,7 +128,7 @@ def open_target(
     Raises OutputError, also when another process is writing to `path`.
     """
     check_target(path, nbytes, overwrite=overwrite)
-    if path in STDOUTS:
+    if is_stdout(path):
         if sys.stdout.isatty():
             raise OutputError("standard output is a terminal. Redirect it to a file or a pipe, or name a file")
         yield Target(sys.stdout.buffer, path)
@@ -277,6 +276,6 @@ def output_errors(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        shown = "standard output" if path in STDOUTS else path
+        shown = "standard output" if is_stdout(path) else path
         reason = error.strerror or str(error)
         raise OutputError(f"cannot write {shown}: {reason}. Check the path, its permissions and the space") from error
