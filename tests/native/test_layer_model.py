@@ -10,7 +10,8 @@ from helpers import make_llama_dir
 
 from w4conv import kernels
 from w4conv.commands.quantize import quantize
-from w4conv.runtime.engine import Captured, HeadModel, LayerModel, Model, padded_width
+from w4conv.runtime.engine import Model
+from w4conv.runtime.layer_model import Captured, HeadModel, LayerModel, padded_width
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "f32"])

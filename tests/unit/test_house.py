@@ -135,7 +135,7 @@ def test_terminal_libraries_stay_in_cli(library: str) -> None:
 def test_who_imports_the_native_module() -> None:
     users = {(room, file) for file, room, target in imports() if target == "_native" and room != "kernels"}
     assert {file for _, file in users} == {
-        "runtime/engine.py",
+        "runtime/native_model.py",
         "runtime/package_tokenizer.py",
         "runtime/tokenizer_file.py",
     }

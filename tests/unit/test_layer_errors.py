@@ -17,7 +17,8 @@ from w4conv.measure.layer_errors import LayerErrors
 from w4conv.measure.layerwise import scored_logits
 from w4conv.measure.perplexity import make_windows
 from w4conv.models.spec import READS
-from w4conv.runtime.engine import Captured, Model
+from w4conv.runtime.engine import Model
+from w4conv.runtime.layer_model import Captured
 from w4conv.runtime.layers import LayeredContainer
 
 F64 = npt.NDArray[np.float64]

@@ -24,8 +24,9 @@ from w4conv.errors import InputError
 from w4conv.measure.divergence import kullback_leibler, log_softmax
 from w4conv.measure.layer_errors import relative_error
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
-from w4conv.runtime.engine import LayerModel, Matrix
+from w4conv.runtime.layer_model import LayerModel
 from w4conv.runtime.layers import LayeredSource
+from w4conv.runtime.native_model import Matrix
 from w4conv.scheme import QuantScheme
 from w4conv.sources.base import Source
 

@@ -18,8 +18,9 @@ from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, OutputResidual, Solution
 from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.query_moments import RopeAverage
-from w4conv.runtime.engine import Captured, LayerModel, Matrix
+from w4conv.runtime.layer_model import Captured, LayerModel
 from w4conv.runtime.layers import LayeredSource, final_norm
+from w4conv.runtime.native_model import Matrix
 from w4conv.scheme import TILE_ROWS, QuantScheme
 from w4conv.sources.base import Source
 

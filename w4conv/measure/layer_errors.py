@@ -15,8 +15,9 @@ import numpy as np
 from w4conv import cpus, kernels
 from w4conv.arrays import F32Array
 from w4conv.models.spec import READS
-from w4conv.runtime.engine import ACTIVATION_BITS, Captured, Matrix
+from w4conv.runtime.layer_model import Captured
 from w4conv.runtime.layers import LoadedLayer
+from w4conv.runtime.native_model import ACTIVATION_BITS, Matrix
 
 N_WINDOWS: Final = 4  # the first of the text, observed
 _BRANCHES: Final = {"attention": "o_proj", "mlp": "down_proj"}  # and its last matrix

@@ -13,7 +13,7 @@ import numpy as np
 
 from w4conv.arrays import F32Array, F64Array
 from w4conv.measure.perplexity import Windows, check_finite, negative_log_likelihoods
-from w4conv.runtime.engine import Captured
+from w4conv.runtime.layer_model import Captured
 from w4conv.runtime.layers import LayeredModel, LoadedLayer
 
 HIDDEN_NBYTES: Final = 1 << 29  # of the hidden states of all models together

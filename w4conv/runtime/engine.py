@@ -6,99 +6,30 @@ import bisect
 import os
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple, SupportsIndex
+from typing import Final, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from w4conv import _native, arguments, cpus, kernels
+from w4conv import arguments, cpus, kernels
 from w4conv.arguments import count, optional_count
 from w4conv.arrays import F32Array
 from w4conv.container import Container, TensorInfo, open_container
 from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import spec_of
 from w4conv.models.generic import refuse_to_run
-from w4conv.models.spec import ModelSpec, TensorSpec
+from w4conv.models.spec import TensorSpec
 from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler, greedy
-from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.runtime.native_model import NativeModel
+from w4conv.scheme import TILE_ROWS
 
-ACTIVATION_BITS: Final = {"int16": 16, "int8": 8}
 KV_KINDS: Final = ("f16", "int8", "f32")
 KV_SINKS: Final = TILE_ROWS  # attention sinks: first tokens of a sequence, kept when kv_memory drops others
 KV_LEAST: Final = 64  # newest tokens that a budget has to hold
-# Scheme, shape (of a stack: with the number of matrices in front), and raw parts as in the container.
-Matrix = tuple[QuantScheme, tuple[int, ...], Mapping[str, npt.NDArray[np.uint8]]]
 TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
-
-_ROPE_STEP: Final = 1024  # lengths whose frequencies are made together
-
-
-class _Engine:
-    """A native model of some layers, without weights, and the RoPE tables that grow with the positions in use."""
-
-    def __init__(self, spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> None:
-        self.native = _new_native(spec, layers, threads=threads, activations=activations)
-        self._head_dim, self._lock = spec.head_dim, threading.Lock()
-        self._growing = [(i, rope) for i, (rope, _) in enumerate(spec.rope_tables(1)) if rope.scaling == "dynamic"]
-        self._reach = [rope.original_max_positions for _, rope in self._growing]
-
-    def reach(self, n_positions: int) -> None:
-        """Extend RoPE tables to sequences of n_positions."""
-        if not self._growing or n_positions <= min(self._reach):
-            return
-        with self._lock:
-            for k, (i, rope) in enumerate(self._growing):
-                while self._reach[k] < n_positions:
-                    start, stop = self._reach[k] + 1, self._reach[k] + _ROPE_STEP + 1
-                    self.native.extend_rope(i, rope.rows(self._head_dim, start, stop))
-                    self._reach[k] = stop - 1
-
-
-def _new_native(spec: ModelSpec, layers: Sequence[int], *, threads: int | None, activations: str) -> _native.Model:
-    if activations not in tuple(ACTIVATION_BITS):
-        raise UsageError(f"activations {activations!r} are neither {' nor '.join(ACTIVATION_BITS)}")
-    c = _native.ModelConfig()
-    c.vocab_size, c.hidden_size, c.norm_eps = spec.vocab_size, spec.hidden_size, spec.norm_eps
-    c.n_heads, c.n_kv_heads, c.head_dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
-    c.attention_scale = spec.attention_scale or spec.head_dim**-0.5
-    c.attention_softcap, c.final_softcap = spec.attention_softcap, spec.final_softcap
-    c.embedding_scale, c.residual_scale = spec.embedding_scale, spec.residual_scale
-    c.logits_divisor, c.interleaved = spec.logits_divisor, spec.interleaved
-    c.activation_bits = ACTIVATION_BITS[activations]
-    c.set_activation(spec.activation)
-    if spec.experts is not None:
-        c.n_experts_per_token, c.renormalized = spec.experts.n_per_token, spec.experts.renormalized
-    for _, table in spec.rope_tables(1):
-        c.add_rope(*table)
-    for layer in layers:
-        c.add_layer(spec.rope_index(layer), spec.window(layer))
-    with kernels.starting_threads():
-        return _native.new_model(c, cpus.thread_count(threads))
-
-
-def _set_matrix(native: _native.Model, t: TensorSpec, layer: int, matrix: Matrix) -> None:
-    scheme, shape, parts = matrix
-    if len(shape) == 2:
-        stack = [(-1 if t.expert is None else t.expert, parts)]
-    else:  # the matrices of all experts, one after another
-        stack = [(i, {kind: part.reshape(shape[0], -1)[i] for kind, part in parts.items()}) for i in range(shape[0])]
-    for expert, own in stack:
-        native.set_linear(layer, expert, t.part, kernels.matrix_parts(scheme, (shape[-2], shape[-1]), own))
-
-
-def _set_vector(native: _native.Model, t: TensorSpec, layer: int, values: F32Array, norm_offset: float) -> None:
-    if t.part == "sinks":
-        native.set_sinks(layer, values)
-    elif t.role == "norm":
-        native.set_norm(layer, t.part, values + np.float32(norm_offset))
-    else:
-        rows = values if values.ndim == 2 else values[None]
-        experts = range(len(rows)) if values.ndim == 2 else [-1 if t.expert is None else t.expert]
-        for expert, row in zip(experts, rows, strict=True):
-            native.set_bias(layer, expert, t.part.removesuffix(".bias"), np.ascontiguousarray(row))
 
 
 class Model:
@@ -135,7 +66,7 @@ class Model:
         kv_memory = optional_count(kv_memory, "kv-memory")
         self._owned = not isinstance(path, Container)
         self.container = path if isinstance(path, Container) else open_container(Path(path))
-        self._engine: _Engine | None = None
+        self._engine: NativeModel | None = None
         try:
             self.isa = kernels.isa_tier()
             self.kv = kv
@@ -171,26 +102,25 @@ class Model:
             )
         return windows[n - 1]
 
-    def engine(self) -> _Engine:
+    def engine(self) -> NativeModel:
         """The engine of the model. Raises ClosedError."""
         engine = self._engine
         if engine is None:
             raise ClosedError(f"the model of {self.container.path} is closed")
         return engine
 
-    def _load(self) -> _Engine:
+    def _load(self) -> NativeModel:
         spec = self.spec
-        engine = _Engine(spec, range(spec.n_layers), threads=self.threads, activations=self.activations)
-        native = engine.native
+        engine = NativeModel(spec, range(spec.n_layers), threads=self.threads, activations=self.activations)
         for tensor in spec.each_tensor():
             info = self._info(tensor)
             layer = -1 if tensor.layer is None else tensor.layer
             if tensor.role in ("norm", "bias"):
-                _set_vector(native, tensor, layer, self.container.dequantize(tensor.name), spec.norm_offset)
+                engine.set_vector(tensor, layer, self.container.dequantize(tensor.name))
                 continue
             parts = {part.kind: self.container.bytes_of(part) for part in info.parts}
-            _set_matrix(native, tensor, layer, (info.scheme, tensor.shape, parts))
-        native.check_shapes()
+            engine.set_matrix(tensor, layer, (info.scheme, tensor.shape, parts))
+        engine.native.check_shapes()
         return engine
 
     def _info(self, tensor: TensorSpec) -> TensorInfo:
@@ -344,9 +274,9 @@ class Session:
             self._restart(n_tokens, rope_offset=offset)
 
     def _run(self, tokens: npt.NDArray[np.int32], out: F32Array) -> None:
-        # In pieces of at most MAX_TOKENS, so that an interrupt is seen between them.
-        for start in range(0, tokens.size, _native.MAX_TOKENS):
-            piece = tokens[start : start + _native.MAX_TOKENS]
+        # In pieces of at most kernels.PASS_TOKENS, so that an interrupt is seen between them.
+        for start in range(0, tokens.size, kernels.PASS_TOKENS):
+            piece = tokens[start : start + kernels.PASS_TOKENS]
             last = start + piece.size == tokens.size
             rows = out[start : start + piece.size] if len(out) == tokens.size else out if last else out[:0]
             engine = self._model.engine()
@@ -354,7 +284,7 @@ class Session:
             with kernels.starting_threads():  # again in a fork of the process
                 engine.native.forward(self._session, piece, rows)
             self._n_since += piece.size
-            if self._n_since >= _native.MAX_TOKENS:
+            if self._n_since >= kernels.PASS_TOKENS:
                 self._model.release_embedding()
                 self._n_since = 0
 
@@ -381,119 +311,3 @@ class Session:
             self._restart(n_tokens, rope_offset=offset)
         elif not self._session.truncate(n_tokens):
             self._restart(n_tokens, rope_offset=self._session.rope_offset)
-
-
-class Captured(NamedTuple):
-    """Inputs of the linear layers of a decoder layer, by hook, float32.
-
-    qkv, gate_up: (n, hidden_size); o: (n, n_heads * head_dim); down: (n, intermediate_size), or (n, 0) with experts.
-    """
-
-    qkv: F32Array
-    o: F32Array
-    gate_up: F32Array
-    down: F32Array
-
-
-class LayerModel:
-    """One decoder layer by itself, for running a model layer by layer.
-
-    matrices: by `TensorSpec.local_name`, raw parts (uint8 arrays, as in the container). vectors: likewise, float32
-    arrays of norms and biases.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        matrices: Mapping[str, Matrix],
-        vectors: Mapping[str, F32Array],
-        *,
-        threads: int | None = None,
-        activations: str = "int16",
-        kv: str = "f16",
-    ) -> None:
-        self._spec, self._kv = spec, kv
-        self._routed = spec.routed(layer)
-        self._engine = _Engine(spec, [layer], threads=threads, activations=activations)
-        self._native = self._engine.native
-        for t in spec.layer_tensors(layer):
-            if t.role in ("norm", "bias"):
-                _set_vector(self._native, t, 0, vectors[t.local_name], spec.norm_offset)
-            else:
-                _set_matrix(self._native, t, 0, matrices[t.local_name])
-        self._native.check_shapes()
-
-    def run(self, hidden: F32Array, *, capture: bool = False, after_attention: bool = False) -> Captured | None:
-        """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
-
-        capture: return copies of the inputs of its linear layers. after_attention: `hidden` has already passed the
-        attention block, in `observe` at gate_up.
-        """
-        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1], after_attention)
-        return Captured(**captured) if capture else None
-
-    def observe(self, hidden: F32Array, hook: str, *, after_attention: bool = False) -> F32Array:
-        """Take one sequence as far as `hook`, a field of `Captured`, and return the rows there.
-
-        `hidden` is unchanged at qkv. It has passed the attention block at o and gate_up, the whole layer at down.
-        after_attention: as in `run`.
-        """
-        return self._run(hidden, (hook,), hook, after_attention)[hook]
-
-    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str, after_attention: bool) -> dict[str, F32Array]:
-        n, spec = len(hidden), self._spec
-        of_heads = spec.n_heads * spec.head_dim
-        inner = 0 if self._routed else spec.intermediate_size
-        widths = dict(zip(Captured._fields, (spec.hidden_size, of_heads, spec.hidden_size, inner), strict=True))
-        captured = {
-            hook: np.empty((n if hook in wanted else 0, padded_width(w)), np.float32) for hook, w in widths.items()
-        }
-        until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
-        session = self._native.session(n, self._kv)
-        self._engine.reach(n)
-        session.rope_offset = spec.rope_set(n) * len(spec.ropes)
-        for start in range(0, n, _native.MAX_TOKENS):
-            piece = slice(start, min(start + _native.MAX_TOKENS, n))
-            self._native.run_layer(
-                session,
-                0,
-                hidden[piece],
-                **{hook: c[piece] for hook, c in captured.items()},
-                until=until,
-                after_attention=after_attention,
-            )
-        return {hook: captured[hook][:, : widths[hook]] for hook in wanted}
-
-
-class HeadModel:
-    """The final norm and the head by themselves: hidden states after the last layer -> logits."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        head: Matrix,
-        norm: F32Array,
-        *,
-        threads: int | None = None,
-        activations: str = "int16",
-    ) -> None:
-        self._spec = spec
-        self._native = _new_native(spec, [], threads=threads, activations=activations)
-        tensors = {t.part: t for t in spec.tensors() if t.layer is None}
-        _set_vector(self._native, tensors["norm"], -1, norm, spec.norm_offset)
-        _set_matrix(self._native, tensors.get("lm_head", tensors["embed_tokens"]), -1, head)
-        self._native.check_shapes()
-
-    def logits(self, hidden: F32Array) -> F32Array:
-        """(n_tokens, padded hidden_size) -> (n_tokens, vocab_size) float32, bit for bit those of a `Model`."""
-        out = np.empty((len(hidden), self._spec.vocab_size), np.float32)
-        for start in range(0, len(hidden), _native.MAX_TOKENS):
-            piece = slice(start, start + _native.MAX_TOKENS)
-            self._native.finish(np.ascontiguousarray(hidden[piece]), out[piece])
-        return out
-
-
-def padded_width(n: int) -> int:
-    """Floats of a row of n in native buffers."""
-    return -(-n // TILE_ROWS) * TILE_ROWS

@@ -17,7 +17,8 @@ from w4conv.errors import InputError
 from w4conv.models import spec_of
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.quantization.recipe import KEPT
-from w4conv.runtime.engine import HeadModel, LayerModel, Matrix, padded_width
+from w4conv.runtime.layer_model import HeadModel, LayerModel, padded_width
+from w4conv.runtime.native_model import Matrix
 from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
 
