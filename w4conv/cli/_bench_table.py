@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from w4conv.cli import _output
 
 if TYPE_CHECKING:
-    from w4conv.commands.bench import BenchReport, Rate, Row
+    from w4conv.commands.bench import BenchReport, Row
+    from w4conv.measure.speed import Rate
 
 COLUMNS = (
     "model", "weights", "prefill tokens/s", "first token", "of peak", "decode ms/token", "tokens/s", "GB/s",
     "of read ceiling",
 )  # fmt: skip
+_MARKS: Final = re.compile(r"[\\`*_\[\]<>|~$&]")
+_FORMULAS: Final = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # the full-width ones are formulas to some spreadsheets too
 
 
 def columns(report: BenchReport) -> tuple[str, ...]:
@@ -95,14 +99,27 @@ def as_text(report: BenchReport) -> str:
 
 def as_markdown(report: BenchReport) -> str:
     head = columns(report)
-    lines = [head, ("---", *["---:"] * (len(head) - 1)), *_lines(report)]
-    table = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-    return table + "\n" + "; ".join(value for _, value in facts(report)) + "\n"
+    rows = [tuple(map(_plain_markdown, line)) for line in _lines(report)]
+    lines = [head, ("---", *["---:"] * (len(head) - 1)), *rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return table + "\n" + _plain_markdown("; ".join(value for _, value in facts(report))) + "\n"
+
+
+def _plain_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, in a cell of a table too: a backslash makes a mark plain (CommonMark 2.4)."""
+    return _MARKS.sub(r"\\\g<0>", _output.printable(text))
+
+
+def _plain_csv(name: str) -> str:
+    """A name that no spreadsheet takes for a formula. A path that begins like one gets `./`, so it is the same path."""
+    name = _output.printable(name)
+    return f"./{name}" if name.startswith(_FORMULAS) else name
 
 
 def as_csv(report: BenchReport) -> str:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    # Every text in quotes, since programs that take ; for the separator would cut one at it.
+    writer = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     rates = ("prefill_seconds", "prefill_tokens_per_second", "prefill_gmacs", "prefill_peak_share",
              "decode_ms_per_token", "decode_tokens_per_second", "decode_read_gbs", "decode_read_share", "ceiling_gbs",
              "peak_gmacs")  # fmt: skip
@@ -121,7 +138,7 @@ def as_csv(report: BenchReport) -> str:
         perplexities = [None if value is None or not math.isfinite(value) else value for value in given]
         writer.writerow(
             [
-                _output.printable(row.name),
+                _plain_csv(row.name),
                 row.schemes,
                 row.weight_nbytes,
                 report.isa,

@@ -11,7 +11,8 @@ from w4conv.cli._output import markup
 from w4conv.cli._svg import COLOURS, DARK_COLOURS, STYLE, Axis, Chart, colour, colours, stacked_bars
 
 if TYPE_CHECKING:
-    from w4conv.commands.bench import BenchReport, Rate
+    from w4conv.commands.bench import BenchReport
+    from w4conv.measure.speed import Rate
 
 LIGHT: Final = "--ink: #1c2126; --quiet: #66707a; --line: #e3e6e9; --page: #ffffff; --band: #f5f6f8;"
 DARK: Final = "--ink: #e6e9ec; --quiet: #9aa4ae; --line: #343b43; --page: #15191d; --band: #1d2328;"
