@@ -90,6 +90,8 @@ IDLE = [
     ("bench {w4} --schemes nf4", "--schemes"),
     ("bench {w4} --chunks 1", "--chunks"),
     ("bench {w4} --ctx 16", "--ctx"),
+    ("bench {w4} --special-tokens text", "--special-tokens"),
+    ("quantize {hf} o.w4 --special-tokens text", "--special-tokens"),
     ("bench {w4} --overwrite", "--overwrite"),
     ("bench {w4} --html - --overwrite", "--overwrite"),
     ("bench {floats} --activations int8 -n 1 -p 1 -r 1", "--activations"),

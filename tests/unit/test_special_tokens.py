@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers import make_llama_dir, tiny_tokenizer
 from hypothesis import given, settings
@@ -13,10 +15,15 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Reference
 
 import w4conv
+from w4conv.calibration.resolve import resolve_text, text_file
 from w4conv.cli import main
+from w4conv.commands.calibrate import calibrate
+from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
+from w4conv.models import spec_of
 from w4conv.runtime.chat import ChatTemplate, encode_chat
 from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.sources import open_source
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -173,7 +180,7 @@ def test_what_is_not_assured_is_refused() -> None:
         lambda: encode_chat(template, tokenizer, [{"role": "user", "content": "a"}], special_tokens="both"),
         lambda: tokenizer.encode("a", special_tokens=""),
     ):
-        with pytest.raises(UsageError, match="is none of parse, text"):
+        with pytest.raises(UsageError, match="expected parse or text"):
             use()
 
 
@@ -196,13 +203,60 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         counts[prompt, options[1] if options else ""] = json.loads(out)["stats"]["prompt_tokens"]
     assert counts[INJECTED, ""] == counts[INJECTED, "parse"] < counts[INJECTED, "text"]
     assert main._run([*run, "-p", "a", "--special-tokens", "no"]) == 2
-    verify = ["verify", str(path), "--ppl", "--text", str(tmp_path / "text.txt"), "--ctx", "32", "--json"]
-    n_tokens = []
     capsys.readouterr()
+    measured = ["--text", str(tmp_path / "text.txt"), "--ctx", "32", "--json"]
+    verify = ["verify", str(path), "--ppl", *measured]
+    bench = ["bench", str(path), *measured, "-p", "1", "-n", "1", "-r", "1", "--chunks", "2"]
+    n_tokens, perplexities = [], []
     for options in ([], ["--special-tokens", "parse"], ["--special-tokens", "text"]):
         assert main._run([*verify, *options]) == 0
         report = json.loads(capsys.readouterr().out)["perplexity"]
         assert report["special_tokens"] == (options or ["", "parse"])[1]
         n_tokens.append(report["text_tokens"])
+        assert main._run([*bench, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["text"]["special_tokens"] == (options or ["", "parse"])[1]
+        perplexities.append(report["rows"][0]["perplexity"]["value"]["value"])
     assert n_tokens[0] == n_tokens[1] < n_tokens[2]
+    assert perplexities[0] == perplexities[1] != perplexities[2]
     assert main._run(["verify", str(path), "--special-tokens", "text"]) == 2
+
+
+def test_a_calibration_text_that_spells_them(tmp_path: Path) -> None:
+    """Read as the package reads it, with and without; one word for the text and for statistics of it."""
+    directory, text = make_llama_dir(tmp_path / "in", vocab=320), tmp_path / "text.txt"
+    byte_level().save(str(directory / "tokenizer.json"))
+    text.write_text(INJECTED * 20)
+    reference = Reference.from_str(TOKENIZERS["byte-level"].to_str())
+    small: dict[str, Any] = {"tokens": 128, "ctx": 16}
+    sets = []
+    with open_source(directory) as source:
+        for word in (None, "parse", "text"):
+            found = resolve_text(text_file(text, special_tokens=word, **small), source, spec_of(source.blobs))
+            reference.encode_special_tokens = word == "text"
+            ids = reference.encode(text.read_text()).ids  # with its BOS, which then begins each sequence
+            starts = [i * (len(ids) - 16) // 7 for i in range(8)]
+            expected = np.array([[ids[0], *ids[start + 1 : start + 16]] for start in starts])
+            np.testing.assert_array_equal(found.sequences, expected)
+            assert ("special_tokens" in found.record()) is (word == "text")
+            sets.append(found.sequences.tolist())
+    assert sets[0] == sets[1] != sets[2]
+
+    cut: dict[str, Any] = {"calibration_tokens": 128, "calibration_ctx": 16}
+    w4conv.quantize(directory, tmp_path / "parsed.w4", calibration=text, special_tokens="parse", **cut)
+    w4conv.quantize(directory, tmp_path / "default.w4", calibration=text, **cut)
+    assert (tmp_path / "parsed.w4").read_bytes() == (tmp_path / "default.w4").read_bytes()
+    w4conv.quantize(directory, tmp_path / "text.w4", calibration=text, special_tokens="text", **cut)
+    report = calibrate(directory, text, tmp_path / "s.safetensors", special_tokens="text", **small)
+    assert report.special_tokens == "text"
+    w4conv.quantize(directory, tmp_path / "statistics.w4", calibration=tmp_path / "s.safetensors", method="awq")
+    for name, word in (("default", None), ("text", "text"), ("statistics", "text")):
+        with open_container(tmp_path / f"{name}.w4") as container:
+            assert container.provenance["calibration"].get("special_tokens") == word
+
+    wrong: list[tuple[str | Path, str]] = [("builtin", "leave it out"), (tmp_path / "s.safetensors", "are for a text")]
+    for calibration, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            w4conv.quantize(directory, tmp_path / "o.w4", calibration=calibration, special_tokens="text")
+    with pytest.raises(UsageError, match="expected parse or text"):
+        calibrate(directory, text, tmp_path / "o", special_tokens="both")

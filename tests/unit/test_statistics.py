@@ -242,7 +242,7 @@ def test_a_checkpoint_tuned_in_one_tensor(files: dict[bool, Path], model: Path, 
 
 def test_options_that_make_no_sense(files: dict[bool, Path], model: Path, text: Path, tmp_path: Path) -> None:
     for options, words in (
-        ({"calibration_tokens": 512}, "calibration-tokens and calibration-ctx cut a text"),
+        ({"calibration_tokens": 512}, "calibration-tokens, calibration-ctx and special-tokens are for a text"),
         ({"method": "gptq"}, "needs second moments"),
         ({"method": "rtn"}, "no use"),
     ):

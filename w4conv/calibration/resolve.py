@@ -14,6 +14,7 @@ from w4conv.calibration.statistics import SavedStatistics, Statistics
 from w4conv.calibration.text import CTX, TOKENS, CalibrationSet, read_calibration
 from w4conv.errors import UsageError
 from w4conv.models.spec import ModelSpec
+from w4conv.runtime.tokenizer import settle_special_tokens
 from w4conv.sources.base import Source
 
 Calibration = CalibrationSet | Statistics  # what a conversion is planned with
@@ -21,11 +22,13 @@ Calibration = CalibrationSet | Statistics  # what a conversion is planned with
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A text of which so many tokens are taken, in sequences of ctx. path: None is the set built in."""
+    """A text of which so many tokens are taken, in sequences of ctx. path: None is the set built in. special_tokens:
+    how those that the text spells are read, `settle_special_tokens`."""
 
     path: Path | None
     tokens: int = TOKENS
     ctx: int = CTX
+    special_tokens: str = "parse"
 
 
 def calibration_path(given: str | os.PathLike[str] | None) -> Path | None:
@@ -33,14 +36,26 @@ def calibration_path(given: str | os.PathLike[str] | None) -> Path | None:
     return None if given is None or given == builtin.NAME else path_of(given, "calibration")
 
 
-def text_file(path: Path | None, *, tokens: int | None = None, ctx: int | None = None) -> TextFile:
-    """With the default numbers; path as in TextFile."""
+def text_file(
+    path: Path | None, *, tokens: int | None = None, ctx: int | None = None, special_tokens: str | None = None
+) -> TextFile:
+    """With defaults; path as in TextFile. Raises UsageError."""
+    word = settle_special_tokens(special_tokens)
+    if path is None and special_tokens is not None:
+        raise UsageError(
+            "special-tokens says how a text is read that may spell them. The built-in calibration set spells none but "
+            "those of the model's chat template: leave it out"
+        )
     usual = builtin.TOKENS if path is None else TOKENS
-    return TextFile(path, usual if tokens is None else tokens, CTX if ctx is None else ctx)
+    return TextFile(path, usual if tokens is None else tokens, CTX if ctx is None else ctx, word)
 
 
 def open_calibration(
-    given: str | os.PathLike[str], *, tokens: int | None = None, ctx: int | None = None
+    given: str | os.PathLike[str],
+    *,
+    tokens: int | None = None,
+    ctx: int | None = None,
+    special_tokens: str | None = None,
 ) -> TextFile | Statistics:
     """The word "builtin", a text, a file of statistics, or an importance matrix of llama.cpp.
 
@@ -48,23 +63,29 @@ def open_calibration(
     """
     path = calibration_path(given)
     if path is None:
-        return text_file(None, tokens=tokens, ctx=ctx)
+        return text_file(None, tokens=tokens, ctx=ctx, special_tokens=special_tokens)
     head = _first_bytes(path)
     is_importance_matrix = head.startswith(b"GGUF")
     if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
-        return text_file(path, tokens=tokens, ctx=ctx)
-    if tokens is not None or ctx is not None:
+        return text_file(path, tokens=tokens, ctx=ctx, special_tokens=special_tokens)
+    if any(value is not None for value in (tokens, ctx, special_tokens)):
         raise UsageError(
-            f"calibration-tokens and calibration-ctx cut a text, and {path} has statistics: leave them out"
+            f"calibration-tokens, calibration-ctx and special-tokens are for a text, and {path} has statistics: leave "
+            "them out"
         )
     return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
 
 
 def resolve_calibration(given: TextFile | Statistics, source: Source, spec: ModelSpec) -> Calibration:
     """A text is read and cut into tokens by the source's tokenizer. Raises UsageError, InputError."""
-    if isinstance(given, Statistics):
-        return given
-    return read_calibration(given.path, source.blobs, spec, tokens=given.tokens, ctx=given.ctx)
+    return given if isinstance(given, Statistics) else resolve_text(given, source, spec)
+
+
+def resolve_text(given: TextFile, source: Source, spec: ModelSpec) -> CalibrationSet:
+    """As `resolve_calibration`."""
+    return read_calibration(
+        given.path, source.blobs, spec, tokens=given.tokens, ctx=given.ctx, special_tokens=given.special_tokens
+    )
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -43,7 +43,8 @@ HEAD: Final = "head"
 _BLOCK_NBYTES: Final = 1 << 22
 _SAMPLED_ROWS: Final = 16  # of each matrix, in the digest that identifies a checkpoint
 _RECORDED: Final = ("text_blake3", "tokens", "ctx", "held_out_sequences")
-_OF_A_SET: Final = ("set", "set_version", "set_blake3", "chat_dialogues")  # where it is the one built in
+# Of the set built in; and of a text, where it is "text".
+_OF_A_SET: Final = ("set", "set_version", "set_blake3", "chat_dialogues", "special_tokens")
 
 
 class SecondMoments(NamedTuple):

@@ -43,9 +43,15 @@ class CalibrationSet:
 
 
 def read_calibration(
-    path: Path | None, blobs: Mapping[str, bytes], spec: ModelSpec, *, tokens: int, ctx: int
+    path: Path | None,
+    blobs: Mapping[str, bytes],
+    spec: ModelSpec,
+    *,
+    tokens: int,
+    ctx: int,
+    special_tokens: str = "parse",
 ) -> CalibrationSet:
-    """path: a UTF-8 text; None is the set built in.
+    """path: a UTF-8 text; None is the set built in. special_tokens: `settle_special_tokens`, of a text.
 
     Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read.
     """
@@ -67,8 +73,9 @@ def read_calibration(
         found = builtin.builtin_text(blobs, tokenizer)
         name, content, about = "the built-in calibration set", found.content, found.record()
     else:
-        name, content, about = str(path), load_text(path).content, {}
-    ids = np.array(tokenizer.encode(content), np.int64)
+        name, content = str(path), load_text(path).content
+        about = {"special_tokens": special_tokens} if special_tokens != "parse" else {}
+    ids = np.array(tokenizer.encode(content, special_tokens=special_tokens), np.int64)
     if len(ids) < n * ctx:
         raise UsageError(
             f"{name} has {len(ids):,} tokens, fewer than the {n * ctx:,} asked for. Use a longer text or lower "

@@ -83,7 +83,7 @@ def facts(report: BenchReport) -> list[tuple[str, str]]:
             (
                 "text",
                 f"{t.text} (sha256 {t.text_sha256[:16]}..), {t.convention}, ctx {t.ctx}, {t.n_windows:,} windows, "
-                f"{t.n_scored:,} tokens scored",
+                f"{t.n_scored:,} tokens scored{_output.special_tokens(t.special_tokens)}",
             )
         )
     return facts

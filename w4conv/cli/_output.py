@@ -105,6 +105,11 @@ def path(path: str) -> str:
     return "standard input" if is_stdin(path) else path
 
 
+def special_tokens(word: str) -> str:
+    """Behind how a text was read: nothing where special tokens were parsed, as usual."""
+    return ", special tokens as text" if word == "text" else ""
+
+
 def output_path(path: str) -> str:
     """A path that was written, as people call it."""
     return "standard output" if is_stdout(path) else path

@@ -10,7 +10,7 @@ import typer
 from w4conv.cli import _output
 from w4conv.cli._bench_table import as_csv as csv_of
 from w4conv.cli._bench_table import as_markdown, as_text
-from w4conv.cli._options import Activations, Json, KvKind, Threads
+from w4conv.cli._options import Activations, Json, KvKind, SpecialTokens, Threads
 from w4conv.cli._progress import progress_bar
 from w4conv.errors import UsageError
 from w4conv.files.streams import is_stdout
@@ -51,6 +51,7 @@ def bench(
     ] = None,
     ctx: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a window [default: 512]")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N windows of the text")] = None,
+    special_tokens: SpecialTokens = None,
     activations: Activations = "int16",
     kv: KvKind = "f16",
     threads: Threads = None,
@@ -90,7 +91,7 @@ def bench(
             refuse_origin(html or "-", container.provenance, container.source_digests)
         report = measure(
             containers, n_prompt=prompt, n_tokens=n, rounds=rounds, context=context, text=text, ctx=ctx, chunks=chunks,
-            activations=activations, kv=kv, threads=threads, progress=progress,
+            special_tokens=special_tokens, activations=activations, kv=kv, threads=threads, progress=progress,
         )  # fmt: skip
     if html is not None:
         from w4conv.cli._report import as_html

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from w4conv.cli import _output
-from w4conv.cli._options import Json, Threads
+from w4conv.cli._options import Json, SpecialTokens, Threads
 from w4conv.cli._progress import progress_bar
 
 REPORT = ("w4conv.commands.calibrate", "StatisticsReport")
@@ -44,6 +44,7 @@ def calibrate(
         ),
     ] = None,
     ctx: Annotated[int | None, typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512]")] = None,
+    special_tokens: SpecialTokens = None,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
     json: Json = False,
@@ -61,8 +62,8 @@ def calibrate(
 
     with progress_bar() as progress:
         report = observe(
-            source, text, out, full=full, tokens=tokens, ctx=ctx, threads=threads, overwrite=overwrite,
-            progress=progress,
+            source, text, out, full=full, tokens=tokens, ctx=ctx, special_tokens=special_tokens, threads=threads,
+            overwrite=overwrite, progress=progress,
         )  # fmt: skip
     stream = _output.report_stream(out)
     if json:
@@ -72,7 +73,11 @@ def calibrate(
     pairs = [
         ("wrote", f"{_output.output_path(out)}, {_output.nbytes(report.nbytes)}"),
         ("from", f"{report.source}, {report.architecture}"),
-        ("text", f"{report.text}, {report.tokens:,} tokens in sequences of {report.ctx}"),
+        (
+            "text",
+            f"{report.text}, {report.tokens:,} tokens in sequences of {report.ctx}"
+            f"{_output.special_tokens(report.special_tokens)}",
+        ),
         ("holds", f"{kind} of activations at {report.n_places} hooks"),
         ("digest", report.digest),
     ]

@@ -8,7 +8,7 @@ import typer
 
 from w4conv.cli import _output
 from w4conv.cli._errors import print_message
-from w4conv.cli._options import Json, Threads, one_of
+from w4conv.cli._options import Json, SpecialTokens, Threads, one_of
 from w4conv.cli._progress import progress_bar
 from w4conv.files.streams import is_stdout
 from w4conv.scheme import GROUP_WORDS, SCHEME_WORDS, TENSOR_WORDS
@@ -119,6 +119,7 @@ def quantize(
     calibration_ctx: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512]")
     ] = None,
+    special_tokens: SpecialTokens = None,
     requantize: Annotated[
         bool,
         typer.Option("--requantize", help="Round to w4a16 what IN has quantized already and cannot be kept exactly"),
@@ -183,6 +184,7 @@ def quantize(
                 calibration=calibration,
                 calibration_tokens=calibration_tokens,
                 calibration_ctx=calibration_ctx,
+                special_tokens=special_tokens,
                 requantize=requantize,
                 threads=threads,
                 overwrite=overwrite,

@@ -232,8 +232,7 @@ def perplexity_text(p: PerplexityReport) -> str:
         (
             "convention",
             f"{p.convention}, ctx {p.ctx}, {p.n_windows:,} windows, {p.n_scored:,} tokens scored, "
-            f"{'with' if p.adds_bos else 'no'} BOS"
-            + (", special tokens as text" if p.special_tokens == "text" else ""),
+            f"{'with' if p.adds_bos else 'no'} BOS{_output.special_tokens(p.special_tokens)}",
         ),
         (
             "perplexity",

@@ -64,6 +64,7 @@ class BenchText:
     ctx: int
     n_windows: int
     n_scored: int
+    special_tokens: str = "parse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def bench(
     text: str | os.PathLike[str] | None = None,
     ctx: int | None = None,
     chunks: int | None = None,
+    special_tokens: str | None = None,
     activations: str = "int16",
     kv: str = "f16",
     threads: int | None = None,
@@ -102,8 +104,8 @@ def bench(
 
     One round before them warms caches and clocks and is not counted. context: decode is also measured behind 16, 32, 64
     .. tokens up to so many (default: the prompt's length). text: measure perplexity on this file, by llama.cpp's
-    convention with windows of ctx tokens (default 512); chunks: only the first so many of them. activations: as of
-    Model.
+    convention with windows of ctx tokens (default 512); chunks: only the first so many of them. special_tokens: "parse"
+    (the default) or "text", how those that the text spells are read. activations: as of Model.
 
     Raises UsageError when prompt and tokens do not fit a model, or all weights together not the memory, which would
     measure the disk; InputError when a model cannot be run or the text is missing.
@@ -112,6 +114,7 @@ def bench(
         "text": text,
         "ctx": ctx,
         "chunks": chunks,
+        "special_tokens": special_tokens,
         "activations": activations if activations != "int16" else None,
     }
     kinds = [t.scheme.kind for _, container in containers for t in container.tensors.values()]
@@ -136,7 +139,9 @@ def bench(
                 convention, length = settle(None, ctx)
                 if length > model.ctx:
                     raise UsageError(f"{name}: a ctx of {length} exceeds its {model.ctx} positions; ask for less")
-                cut = cut_text(container, text, convention=convention, ctx=length, chunks=chunks)
+                cut = cut_text(
+                    container, text, convention=convention, ctx=length, chunks=chunks, special_tokens=special_tokens
+                )
             speed = SpeedRun(model, n_prompt=n_prompt, n_tokens=n_tokens, counters=counters)
             runs.append(_Run(name, model, speed, cut))
         progress.start((rounds + 1) * len(runs))
@@ -264,4 +269,6 @@ def _text(cut: TextWindows | None) -> BenchText | None:
     if cut is None:
         return None
     n_windows, ctx = cut.windows.tokens.shape
-    return BenchText(cut.text.name, cut.text.sha256, cut.convention, ctx, n_windows, cut.windows.n_scored)
+    return BenchText(
+        cut.text.name, cut.text.sha256, cut.convention, ctx, n_windows, cut.windows.n_scored, cut.special_tokens
+    )

@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 
 from w4conv.arguments import optional_count, path_of
-from w4conv.calibration.resolve import calibration_path, text_file
+from w4conv.calibration.resolve import calibration_path, resolve_text, text_file
 from w4conv.calibration.statistics import StatisticsLayout, observe
-from w4conv.calibration.text import read_calibration
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.cpus import thread_count
@@ -30,6 +29,7 @@ class StatisticsReport:
     architecture: str
     tokens: int
     ctx: int
+    special_tokens: str
     n_places: int
     full: bool
     nbytes: int
@@ -44,6 +44,7 @@ def calibrate(
     full: bool = False,
     tokens: int | None = None,
     ctx: int | None = None,
+    special_tokens: str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -52,8 +53,9 @@ def calibrate(
 
     text: a UTF-8 file, or "builtin", the set that comes with w4conv; a file of that name is "./builtin", or a Path.
     full: with second moments of all pairs of channels, which the methods gptq and best need; they are large.
-    tokens: so many of the text (16384; 32768 of the built-in set), spread over it, in sequences of ctx (512). The same
-    input gives the same bytes.
+    tokens: so many of the text (16384; 32768 of the built-in set), spread over it, in sequences of ctx (512).
+    special_tokens: "parse" (the default) or "text", how those that the text spells are read. The same input gives the
+    same bytes.
     Raises UsageError, InputError, OutputError.
     """
     src, path, out = path_of(src, "src"), calibration_path(text), path_of(out, "out")
@@ -61,12 +63,12 @@ def calibrate(
     refuse_idle("calibrate", {"out": out, "overwrite": overwrite})
     thread_count(threads)
     tokens, ctx = optional_count(tokens, "tokens", low=1), optional_count(ctx, "ctx", low=1)
-    given = text_file(path, tokens=tokens, ctx=ctx)
+    given = text_file(path, tokens=tokens, ctx=ctx, special_tokens=special_tokens)
     refuse_overlap([out], source=src, text=path)
     with open_source(src) as source:
         settle_declarations(source)
         spec = spec_of(source.blobs)
-        cut = read_calibration(path, source.blobs, spec, tokens=given.tokens, ctx=given.ctx)
+        cut = resolve_text(given, source, spec)
         layout = StatisticsLayout(source, spec, cut, full=full)
         check_target(out, layout.nbytes, overwrite=overwrite)
         progress.start(layout.n_hooks)
@@ -74,5 +76,6 @@ def calibrate(
             digest = layout.write(target, observe(source, spec, cut.sequences, full=full, threads=threads), progress)
     return StatisticsReport(
         source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
-        ctx=given.ctx, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes, digest=digest,
+        ctx=given.ctx, special_tokens=given.special_tokens, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes,
+        digest=digest,
     )  # fmt: skip

@@ -110,6 +110,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
         "calibration": ALWAYS,
         "calibration_tokens": (Need(_has("calibration"), "without --calibration: it cuts that text"),),
         "calibration_ctx": (Need(_has("calibration"), "without --calibration: it cuts that text"),),
+        "special_tokens": (Need(_has("calibration"), "without --calibration: it says how that text is read"),),
         "requantize": (found("rounds_again", "as nothing in IN that is quantized already is rounded. Leave it out"),),
         "threads": (
             Need(
@@ -128,8 +129,8 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
         "json": ALWAYS,
     },
     "calibrate": {
-        "out": ALWAYS, "full": ALWAYS, "tokens": ALWAYS, "ctx": ALWAYS, "threads": ALWAYS, "overwrite": _REPLACES,
-        "json": ALWAYS,
+        "out": ALWAYS, "full": ALWAYS, "tokens": ALWAYS, "ctx": ALWAYS, "special_tokens": ALWAYS, "threads": ALWAYS,
+        "overwrite": _REPLACES, "json": ALWAYS,
     },
     "inspect": {"tensors": _LISTED, "json": ALWAYS},
     "verify": {
@@ -193,6 +194,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
         "text": ALWAYS,
         "ctx": _TEXT,
         "chunks": _TEXT,
+        "special_tokens": _TEXT,
         "activations": (_INTEGERS,),
         "kv": ALWAYS,
         "threads": ALWAYS,

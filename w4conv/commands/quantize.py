@@ -91,6 +91,7 @@ def quantize(
     calibration: str | os.PathLike[str] | None = None,
     calibration_tokens: int | None = None,
     calibration_ctx: int | None = None,
+    special_tokens: str | None = None,
     requantize: bool = False,
     threads: int | None = None,
     overwrite: bool = False,
@@ -123,7 +124,8 @@ def quantize(
     used, in sequences of calibration_ctx (512) spread over the text. "builtin" is the set that comes with w4conv, of
     which 32768 are used; a file of that name is "./builtin", or a Path. Or a file of statistics (`w4conv calibrate`),
     or an importance matrix of llama.cpp: then each matrix is rounded for its inputs in the source. gptq and best need
-    statistics with second moments; without them None means awq.
+    statistics with second moments; without them None means awq. special_tokens: "parse" (the default) or "text", how
+    those that a text spells are read.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
@@ -175,7 +177,9 @@ def quantize(
     generic = architecture == GENERIC
     given = None
     if calibration is not None:
-        given = open_calibration(calibration, tokens=calibration_tokens, ctx=calibration_ctx)
+        given = open_calibration(
+            calibration, tokens=calibration_tokens, ctx=calibration_ctx, special_tokens=special_tokens
+        )
     if not generic:
         _check_architecture(src)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:

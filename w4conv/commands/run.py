@@ -123,12 +123,11 @@ def run(
             Model(container, threads=threads, ctx=ctx, kv=kv, kv_memory=nbytes, activations=activations)
         )
         tokenizer = Tokenizer(container.blobs)
-        special = "parse" if special_tokens is None else special_tokens
         if template is None:
-            ids = tokenizer.encode(prompt, special_tokens=special)
+            ids = tokenizer.encode(prompt, special_tokens=special_tokens)
         else:
             messages = [{"role": "user", "content": prompt}]
-            ids = encode_chat(template, tokenizer, messages, special_tokens=special)
+            ids = encode_chat(template, tokenizer, messages, special_tokens=special_tokens)
             template.close()
             if special_tokens is None and tokenizer.special_ids(tokenizer.encode(prompt, add_bos=False)):
                 on_note(SPELLED)

@@ -167,7 +167,7 @@ def verify(
                 activations,
                 kv,
                 threads,
-                "parse" if special_tokens is None else special_tokens,
+                special_tokens,
             )
         round_trip = perplexity = None
         failures: list[str] = []
@@ -234,10 +234,9 @@ class _Measurement:
 
     def __init__(
         self, container: Container, text: str | os.PathLike[str] | None, convention: str | None, ctx: int | None,
-        chunks: int | None, activations: str, kv: str, threads: int | None, special_tokens: str,
+        chunks: int | None, activations: str, kv: str, threads: int | None, special_tokens: str | None,
     ) -> None:  # fmt: skip
         self._container, self._activations, self._kv, self._threads = container, activations, kv, threads
-        self._special_tokens = special_tokens
         convention, self._ctx = settle(convention, ctx)
         with Model(container, threads=threads, ctx=self._ctx, kv=kv, activations=activations):
             pass  # what cannot be run, or not with this ctx, is told before the longer work
@@ -277,7 +276,7 @@ class _Measurement:
             n_scored=self._windows.n_scored,
             activations=self._activations,
             kv=self._kv,
-            special_tokens=self._special_tokens,
+            special_tokens=self._cut.special_tokens,
             container=estimate(ours),
             source=None if theirs is None else estimate(theirs),
             increase=None if theirs is None else increase(ours, theirs),

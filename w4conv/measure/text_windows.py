@@ -11,7 +11,7 @@ from w4conv.container import Container
 from w4conv.errors import UsageError
 from w4conv.measure.perplexity import DEFAULT_CTX, Windows, make_windows
 from w4conv.measure.texts import Text, load_text
-from w4conv.runtime.tokenizer import Tokenizer
+from w4conv.runtime.tokenizer import Tokenizer, settle_special_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class TextWindows:
     convention: str
     ctx: int
     adds_bos: bool
+    special_tokens: str
     windows: Windows
 
 
@@ -33,17 +34,18 @@ def settle(convention: str | None, ctx: int | None) -> tuple[str, int]:
 
 def cut_text(
     container: Container, text: str | os.PathLike[str] | None, *, convention: str, ctx: int, chunks: int | None = None,
-    special_tokens: str = "parse",
+    special_tokens: str | None = None,
 ) -> TextWindows:  # fmt: skip
     """`text` (None: the WikiText-2 raw test split) in the container's tokens. chunks: only the first so many windows.
-    special_tokens: as of `Tokenizer.encode`.
+    special_tokens: `settle_special_tokens`.
 
     Raises UsageError for impossible options or too short a text, InputError when the text is missing.
     """
     tokenizer = Tokenizer(container.blobs)
     loaded = load_text(None if text is None else Path(text))
     content = loaded.joined_rows() if convention == "gptq" else loaded.content
+    special_tokens = settle_special_tokens(special_tokens)
     tokens = tokenizer.encode(content, special_tokens=special_tokens)
     bos_id = tokenizer.bos_id if tokenizer.adds_bos else None
     windows = make_windows(tokens, convention=convention, ctx=ctx, bos_id=bos_id, chunks=chunks)
-    return TextWindows(loaded, convention, ctx, tokenizer.adds_bos, windows)
+    return TextWindows(loaded, convention, ctx, tokenizer.adds_bos, special_tokens, windows)

@@ -26,7 +26,7 @@ from typing import Any, Final
 from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import json_object, place, text_of
 from w4conv.runtime import template_process
-from w4conv.runtime.tokenizer import SPECIAL_TOKENS, Tokenizer
+from w4conv.runtime.tokenizer import Tokenizer, settle_special_tokens
 from w4conv.sources.base import TOOL_TEMPLATE
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
@@ -184,7 +184,7 @@ class ChatTemplate:
 
 
 def encode_chat(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], *, special_tokens: str = "parse"
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], *, special_tokens: str | None = None
 ) -> list[int]:
     """Ids of the prompt. special_tokens: whether those that a message spells are taken as such ("parse"), as
     transformers and llama.cpp do, or as "text"; those that the template writes are special always.
@@ -193,8 +193,7 @@ def encode_chat(
     so it is known where the message ends up. Raises InputError where the template does something else with it, so that
     the two cannot be told apart.
     """
-    if special_tokens not in SPECIAL_TOKENS:
-        raise UsageError(f"special tokens {special_tokens!r} is none of {', '.join(SPECIAL_TOKENS)}")
+    special_tokens = settle_special_tokens(special_tokens)
     prompt = template.render(messages, special_tokens=tokenizer.special_tokens)
     ids = tokenizer.encode(prompt, add_bos=False)
     if special_tokens == "parse":

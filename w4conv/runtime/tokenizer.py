@@ -27,8 +27,19 @@ END_OF_TURN: Final = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
 MAX_PIECE_NBYTES: Final = 1 << 28  # of text that a token becomes
-SPECIAL_TOKENS: Final = ("parse", "text")  # how those that a text spells are taken
+SPECIAL_TOKENS: Final = ("parse", "text")
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def settle_special_tokens(given: str | None) -> str:
+    """How special tokens that a text spells are read: "parse" (the default), as those tokens; "text", as characters.
+
+    Everything that makes tokens of a text takes the word, and asks here. Raises UsageError.
+    """
+    word = "parse" if given is None else given
+    if word not in SPECIAL_TOKENS:
+        raise UsageError(f"special-tokens is {word!r}, expected {' or '.join(SPECIAL_TOKENS)}")
+    return word
 
 
 class Tokenizer:
@@ -67,15 +78,12 @@ class Tokenizer:
         self.adds_bos = self._adds_bos()
         self.special_tokens = self._special_tokens()
 
-    def encode(self, text: str, *, add_bos: bool | None = None, special_tokens: str = "parse") -> list[int]:
-        """Token ids of `text`. add_bos: None follows the model's convention. special_tokens: whether those that the
-        text spells are taken as such ("parse"), or as "text".
+    def encode(self, text: str, *, add_bos: bool | None = None, special_tokens: str | None = None) -> list[int]:
+        """Token ids of `text`. add_bos: None follows the model's convention. special_tokens: `settle_special_tokens`.
 
         Raises UsageError when a BOS is asked for and the model has none.
         """
-        if special_tokens not in SPECIAL_TOKENS:
-            raise UsageError(f"special tokens {special_tokens!r} is none of {', '.join(SPECIAL_TOKENS)}")
-        ids = self._tokenizer.encode(text, as_text=special_tokens == "text")
+        ids = self._tokenizer.encode(text, as_text=settle_special_tokens(special_tokens) == "text")
         if add_bos is None:
             add_bos = self.adds_bos
         if not add_bos:
