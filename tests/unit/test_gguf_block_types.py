@@ -19,8 +19,8 @@ from w4conv.commands.export import export
 from w4conv.container import open_container
 from w4conv.errors import InputError
 from w4conv.scheme import QuantScheme
-from w4conv.sources.gguf import DEQUANTIZABLE
 from w4conv.sources.gguf_blocks import coded, coding_of
+from w4conv.sources.gguf_tensors import DEQUANTIZABLE
 
 EXACT = {
     "Q4_0": "int4/g32", "Q4_1": "int4o/g32", "Q5_0": "int8/g32", "Q5_1": "int8o/g32", "Q8_0": "int8/g32",

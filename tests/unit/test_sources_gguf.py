@@ -19,9 +19,9 @@ from w4conv.errors import InputError
 from w4conv.models import parse_config
 from w4conv.scheme import QuantScheme
 from w4conv.sources import gguf_blocks, open_source
-from w4conv.sources.gguf import DEQUANTIZABLE
 from w4conv.sources.gguf_blocks import coded, coding_of
 from w4conv.sources.gguf_header import TYPES
+from w4conv.sources.gguf_tensors import DEQUANTIZABLE
 
 SHAPE = {"hidden": 64, "inner": 96, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 300}
 QKV = ("q_proj", "k_proj", "v_proj")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from w4conv.errors import InputError
-from w4conv.runtime import chat, template_process
+from w4conv.runtime import template_process, template_renderer
 from w4conv.runtime.chat import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -137,7 +137,7 @@ def test_the_process_may_do_nothing_else() -> None:
         assert limits[name][0] == "0", name
     assert int(limits["Max data size"][1]) < 64 << 20
     names = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    assert {n.split(b"=")[0].decode() for n in names if n} <= set(chat._ENVIRONMENT)
+    assert {n.split(b"=")[0].decode() for n in names if n} <= set(template_renderer._ENVIRONMENT)
     template.close()
     assert not Path(f"/proc/{pid}").exists()
 
@@ -237,5 +237,5 @@ def test_the_bounds_are_those_of_the_documents() -> None:
     text = (Path(__file__).parents[2] / "docs/security.md").read_text()
     assert f"{template_process.MEMORY_NBYTES >> 20} MiB" in text
     assert f"{template_process.CPU_SECONDS:g} s of processor time" in text
-    assert f"{chat.MAX_SECONDS:g} s by the clock" in text
-    assert f"{chat.MAX_PROMPT_CHARS:,} characters" in text
+    assert f"{template_renderer.MAX_SECONDS:g} s by the clock" in text
+    assert f"{template_renderer.MAX_PROMPT_CHARS:,} characters" in text

@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-from w4conv.runtime.chat import ChatTemplate, Message, RefusalError, templates_of
+from w4conv.runtime.chat import ChatTemplate, Message, templates_of
+from w4conv.runtime.template_renderer import RefusalError
 from w4conv.runtime.tokenizer import Tokenizer
 
 NAME: Final = "builtin"

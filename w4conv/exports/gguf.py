@@ -39,9 +39,9 @@ from w4conv.exports.plan import FLOAT_WORDS, Exported, FileSize, FloatWriter, Op
 from w4conv.files.target import check_target, open_target
 from w4conv.models.spec import ModelSpec, TensorSpec
 from w4conv.progress import Progress
-from w4conv.sources.gguf import stored_rows
 from w4conv.sources.gguf_architectures import BY_FAMILY, TOP_NAMES, Architecture
 from w4conv.sources.gguf_config import LONG_FACTORS, ROPE_FACTORS
+from w4conv.sources.gguf_tensors import stored_rows
 
 VERSION: Final = 3
 ALIGNMENT: Final = 32

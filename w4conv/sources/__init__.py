@@ -8,7 +8,8 @@ from typing import Final
 
 from w4conv.errors import InputError
 from w4conv.sources.base import Source, SourceTensor
-from w4conv.sources.huggingface import PICKLE_ADVICE, PICKLE_SUFFIXES, open_huggingface
+from w4conv.sources.huggingface import open_huggingface
+from w4conv.sources.huggingface_files import PICKLE_ADVICE, PICKLE_SUFFIXES
 
 __all__ = ["Source", "SourceTensor", "open_source"]
 

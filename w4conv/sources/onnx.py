@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from w4conv.errors import InputError, UsageError
 from w4conv.files.mapped import MappedFile
-from w4conv.sources.huggingface import HuggingFaceSource, read_sidecars
+from w4conv.sources.huggingface import HuggingFaceSource
+from w4conv.sources.huggingface_files import read_sidecars
 from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, packed_tensor
 from w4conv.sources.reading import read_small
 from w4conv.sources.safetensors import Entry
