@@ -88,7 +88,7 @@ def attend(q: F32, keys: Kept, values: Kept, visible: npt.NDArray[np.bool_], rul
 
 
 def join(tops: Sequence[F32], sums: Sequence[F32], outs: Sequence[F32], sinks: F32 | None) -> F32:
-    """Spans ascending; those of which a query sees nothing, whose sum is 0, are passed over."""
+    """KV splits ascending; a split of which a query sees nothing has the sum 0 and is skipped."""
     top = np.max([*tops, *([] if sinks is None else [np.broadcast_to(sinks, tops[0].shape)])], axis=0)
     total = np.zeros_like(top) if sinks is None else exp(sinks - top)
     out = np.zeros_like(outs[0])

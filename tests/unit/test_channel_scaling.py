@@ -21,7 +21,7 @@ from w4conv.sources import open_source
 
 OPTIONS: dict[str, Any] = {"calibration_tokens": 512, "calibration_ctx": 32, "group_size": 32, "method": "awq"}
 SHAPE: dict[str, Any] = {"hidden": 64, "inner": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300, "seed": 0}
-LOUD = (5, 40)  # channels of the hidden rows that the norms make loud
+LOUD = (5, 40)  # channels of the hidden states that the norms make large
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 

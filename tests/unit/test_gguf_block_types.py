@@ -160,7 +160,7 @@ def test_the_version_is_the_lowest_that_suffices(tmp_path: Path, types: tuple[st
 
 @pytest.mark.parametrize("mixture", [m for m in MIXTURES if "narrow" not in m])
 def test_there_and_back(tmp_path: Path, mixture: str) -> None:
-    """Exported again, every tensor has its type and its bytes; of those that become another type, its values."""
+    """Exported again, every tensor has its type and its bytes; where the type changes, its values."""
     path, _ = mixed(tmp_path / "m.gguf", MIXTURES[mixture])
     w4conv.quantize(path, tmp_path / "m.w4")
     report = export(tmp_path / "m.w4", tmp_path / "again.gguf", to="gguf")

@@ -1,4 +1,4 @@
-"""What travels with a model is read when it is converted: what is none is refused, what has no effect is told."""
+"""Sidecars are read when a model is converted: a broken one is refused, one without effect is noted."""
 
 from __future__ import annotations
 

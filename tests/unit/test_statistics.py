@@ -301,7 +301,7 @@ def test_importance_matrices(files: dict[bool, Path], model: Path, tmp_path: Pat
         assert record["chunk_count"] == 3
         linears = [name for name in a.tensors if "proj" in name]
         same = [np.array_equal(a.part(name, "codes"), b.part(name, "codes")) for name in linears]
-    assert np.mean(same) > 0.6  # the others were judged by sequences held out
+    assert np.mean(same) > 0.6  # the others were judged on held-out sequences
     for options, words in (
         ({"method": "gptq"}, "needs second moments"),
         ({"method": "search", "embeddings": "int4"}, r"has no output.weight.in_sum2 in F32.*--process-output"),

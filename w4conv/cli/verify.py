@@ -190,7 +190,7 @@ def round_trip_text(r: RoundTrip) -> str:
         True: ("its own, as they are" if r.method == "keep" else f"exactly what {r.method} makes of it")
         + (", or its very values" if r.notes else ""),
         False: f"NOT what {r.method} makes of it",
-        None: _not_made_again(r),
+        None: _not_reproduced(r),
     }[r.same_codes]
     pairs = [("against", f"{r.source} ({r.source_kind})"), ("source files", same), ("codes", made)]
     return _output.facts([*pairs, *_notes(r)]) + "\n" + _table(r)
@@ -212,12 +212,12 @@ def _table(r: RoundTrip) -> str:
     return _output.table(columns, rows)
 
 
-def _not_made_again(r: RoundTrip) -> str:
+def _not_reproduced(r: RoundTrip) -> str:
     n = sum(t.same_codes is None for t in r.tensors)
     record = r.calibration or {}
     key, words = next((pair for pair in CALIBRATED_ON.items() if pair[0] in record), ("", "calibration text"))
     needs = f"its {words}" + (f", blake3 {str(record[key])[:16]}.." if key else "")
-    return f"{n} matrices not made again: {r.method} needs {needs}; all others exactly as recorded"
+    return f"{n} matrices not reproduced: {r.method} needs {needs}; all others exactly as recorded"
 
 
 def _cells(d: Distortion) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ def bench(
             if longest > model.ctx:
                 raise UsageError(f"{name}: {longest} tokens do not fit its {model.ctx} positions; ask for fewer")
             cut = None
-            if text is not None:  # before the longer work, so that a missing text is told at once
+            if text is not None:  # before the longer work, so that a missing text is an error at once
                 convention, length = settle(None, ctx)
                 if length > model.ctx:
                     raise UsageError(f"{name}: a ctx of {length} exceeds its {model.ctx} positions; ask for less")

@@ -34,8 +34,8 @@ def found(key: str, why: str) -> Need:
 def refuse_idle(command: str, values: Values, given: Collection[str] | None = None) -> None:
     """Raise UsageError for the first option that was given and has no effect.
 
-    values: of the options by name, and what has been found. given: names of those that were said; by default those
-    whose value is neither None nor False nor what it is by itself.
+    values: options by name, and what has been found. given: names of the options on the command line; by default those
+    with a value other than None, False and their default.
     """
     for name, needs in COMMANDS[command].items():
         unsaid = (None, False, DEFAULTS.get(name))

@@ -157,7 +157,7 @@ def verify(
         except FormatError as error:
             return report([str(error)], intact=False)
         measurement = None
-        if ppl:  # before the longer work, so that a missing or short text is told at once
+        if ppl:  # before the longer work, so that a missing or short text is an error at once
             measurement = _Measurement(
                 container,
                 text,

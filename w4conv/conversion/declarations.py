@@ -1,6 +1,6 @@
-"""Where what a config declares and what the tensors are contradict each other: who is right, and a sentence to say so.
+"""Contradictions between config.json and the tensors: which of them counts, and a sentence that says so.
 
-The reading is that of transformers. What it would fill with random numbers, or refuse, is an error.
+transformers decides which. What it would fill with random numbers, or refuse, is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROPE_ALIASES: Final = {"su": "longrope"}
 
 
 def settle_declarations(source: Source, head: str | None = None) -> None:
-    """Make a source of a known model say what it means: the head, and `warnings`.
+    """Settle contradictions of a source of a known model: its head, its config.json and its `warnings`.
 
     head: "stored" takes lm_head.weight as it is, "tied" the embedding; None does as transformers: a stored head that
     differs from the embedding counts, whatever `tie_word_embeddings` says; an equal one is stored once. Where the
@@ -94,7 +94,7 @@ def _rows_that_differ(source: Source) -> int:
 
 
 def _of_types(config: Mapping[str, Any], source: Source) -> Iterator[str]:
-    """The declared type of the weights against that of the matrices that are no codes."""
+    """The declared type of the weights against the stored one of unquantized matrices."""
     names = [config.get(key) for key in ("dtype", "torch_dtype")]
     if None not in names and names[0] != names[1]:
         yield f"config.json has dtype {_word(names[0])} and torch_dtype {_word(names[1])}; transformers takes dtype."
@@ -108,7 +108,7 @@ def _of_types(config: Mapping[str, Any], source: Source) -> Iterator[str]:
 
 
 def _of_ropes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Settings of rotary embeddings that are spelled twice."""
+    """Settings of rotary embeddings that are given twice."""
     if isinstance(inner := config.get("text_config"), dict):
         yield from _of_ropes(inner)
     objects: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a checkpoint looks like that does not have the tensors that its config asks for."""
+"""Explains missing tensors: what the stored names show, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks?|blk)\.(\d+)\.")
 _EXPERT: Final = re.compile(r"\.experts?\.")
-# Matrices that some checkpoints hold in one, and the parts that others hold instead.
+# Fused matrices of some checkpoints, and the parts that others store instead.
 _FUSED: Final = {
     ".qkv_proj.": ".q_proj.", ".W_pack.": ".q_proj.", ".query_key_value.": ".q_proj.", ".Wqkv.": ".q_proj.",
     ".c_attn.": ".q_proj.", ".wqkv.": ".q_proj.", ".gate_up_proj.": ".gate_proj.", ".q_proj.": ".qkv_proj.",
@@ -55,7 +55,7 @@ def explain_missing(needed: Collection[str], stored: Collection[str], architectu
 
 
 def _other_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str] | None:
-    """(prefix of the stored names, prefix of the model's), where most of what is missing is there under another."""
+    """(prefix of the stored names, prefix of the model's), where most missing tensors have another prefix."""
     for want in ("model.", ""):
         tails = {name.removeprefix(want) for name in missing if name.startswith(want)}
         found = Counter(

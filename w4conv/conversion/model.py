@@ -1,4 +1,4 @@
-"""What model a source holds: its config, its tensors and what travels with them, checked before anything is planned."""
+"""The model of a source: config, tensors, tokenizer and templates, checked before anything is planned."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_model(source: Source, *, generic: bool) -> tuple[Inventory, list[str]]:
 
 
 def known_model(source: Source) -> ModelSpec:
-    """The model by its config alone. Raises InputError where w4conv does not know it, with what can be done then."""
+    """The model by its config alone. Raises InputError for an unknown model, with what to do."""
     config = parse_json_object(source.blobs["config.json"], f"{source.path}: config.json", allow_nan=True)
     with advising_generic(source.path):
         return parse_config(config)
@@ -48,7 +48,7 @@ def known_model(source: Source) -> ModelSpec:
 
 @contextmanager
 def advising_generic(path: Path) -> Iterator[None]:
-    """Says of a model that is not known that it may be converted all the same. path: of the source."""
+    """Adds to the error for an unknown model that it can be converted all the same. path: of the source."""
     try:
         yield
     except InputError as error:
@@ -78,7 +78,7 @@ def _vocabulary_notes(source: Source, spec: ModelSpec) -> list[str]:
 
 
 def _sidecar_notes(source: Source, spec: ModelSpec | None) -> list[str]:
-    """What is carried can be used; notes what of it has no effect. spec: None where the model is not known."""
+    """Checks tokenizer, token ids and templates; notes on those without effect. spec: None for an unknown model."""
     blobs = source.blobs
     notes = []
     tokenizer = None
@@ -122,7 +122,7 @@ def _sidecar_notes(source: Source, spec: ModelSpec | None) -> list[str]:
 
 
 def _tensor_notes(source: Source, model: Inventory) -> list[str]:
-    """That the source has every tensor that the model needs; notes what of the source is left out."""
+    """Checks that the source has every tensor of the model; notes on those left out."""
     notes = []
     needed = {t.name: t for t in model.tensors()}
     stored = source.tensors

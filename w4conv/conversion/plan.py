@@ -1,4 +1,4 @@
-"""What a conversion is going to write: source and recipe in, the layout of the container and its provenance out."""
+"""The plan of a conversion: source and recipe in, layout and provenance of the container out."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ TOOL: Final = f"w4conv {__version__}"
 class ConversionPlan:
     """One source planned by one recipe.
 
-    source: with its channels scaled where AWQ has it so; folding: how. model: what it holds. recipe: with the rules
-    that target_bpw, if given, has added in front, n_allocated. method: the word for the record; methods: matrix -> its
-    own, of those that are calibrated, on `calibration`. coded: names of tensors whose codes and scales are taken as
-    they are; rounded_again: of those that were quantized and are rounded. notes: for the user and the record.
+    source: with scaled channels, where `folding` says so (AWQ). model: its tensors. recipe: with n_allocated rules of
+    target_bpw in front. method: for the record; methods: calibrated matrix -> its method. coded: names of tensors whose
+    codes and scales are kept; rounded_again: of quantized ones that are rounded. notes: for the user and the record.
     file_nbytes: of each source file. layout: of the whole file.
     """
 
@@ -76,8 +75,8 @@ def make_plan(
 ) -> ConversionPlan:
     """Decide what every tensor becomes. Without target and awq no value is read; with them, and a text, the model runs.
 
-    model, notes: of `read_model`. target: bits a weight, at most. head: as the caller said it, for the record.
-    Raises UsageError for what cannot be had together, InputError.
+    model, notes: of `read_model`. target: bits a weight, at most. head: the caller's word, for the record.
+    Raises UsageError for options that contradict each other, InputError.
     """
     planner = _Planner(
         source, model, recipe, method, calibration, [*source.notes, *notes], threads, progress or Silent()
@@ -114,7 +113,7 @@ def _runnable(model: Inventory) -> ModelSpec:
 
 
 class _Planner:
-    """The steps of make_plan, and what they add up."""
+    """The steps of make_plan, and their results."""
 
     def __init__(
         self, source: Source, model: Inventory, recipe: Recipe, method: str, calibration: Calibration | None,
@@ -152,7 +151,7 @@ class _Planner:
                 )
 
     def allocate(self, target: Decimal) -> list[tuple[str, Rule]]:
-        """A rule for each matrix that no rule of the recipe codes, put before those of the recipe."""
+        """Rules in front of those of the recipe: a scheme for each matrix to which the recipe gives none."""
         tensors = self.model.tensors()
         free = [t for t in tensors if not self._choices[t.name].explicit]
         if not free:
@@ -213,7 +212,7 @@ class _Planner:
         return InputError(f"{self.source.path}: {message}")
 
     def tensors(self) -> list[TensorPlan]:
-        """Every tensor that the model needs, with its scheme; notes what is rounded a second time."""
+        """Every tensor of the model with its scheme; notes on those rounded a second time."""
         out = []
         again: dict[str, list[str]] = {}
         for t in self.model.tensors():
@@ -237,7 +236,7 @@ class _Planner:
         self, tensors: list[TensorPlan], *, method: str, file_nbytes: Sequence[int], head: str | None,
         target: Decimal | None, folding: Folding | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """The record of how the file came to be: no paths, hosts or times, so that the bytes depend on none."""
+        """The provenance: without paths, hosts and times, so that the bytes depend on none of them."""
         for file in self.source.files:
             if not _is_text(file.name):
                 raise self._fail(f"the name of {file.name} is not UTF-8, and cannot be recorded. Rename the file")
@@ -273,7 +272,7 @@ class _Planner:
 
 
 def calibrated_methods(model: Inventory, recipe: Recipe, default: str, *, with_text: bool) -> dict[str, str]:
-    """Matrix -> its method, of those that are calibrated. Raises UsageError for methods that cannot be had."""
+    """Calibrated matrix -> its method. Raises UsageError for a method that is unknown or does not apply."""
     methods = {}
     choices = recipe.choices(model)
     for t in model.tensors():
@@ -302,5 +301,5 @@ def known_method(method: str) -> str:
 
 
 def _is_text(name: str) -> bool:
-    """Not so of names with bytes that are not UTF-8, which Python has as surrogates."""
+    """Whether a file name is UTF-8; Python has other bytes as surrogates."""
     return not any("\ud800" <= c <= "\udfff" for c in name)

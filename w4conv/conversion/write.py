@@ -55,7 +55,7 @@ def write(
         left = target.removed
     notes = [] if calibrator is None else calibrator.notes()
     if left:
-        notes.append("what an interrupted conversion had left was removed")
+        notes.append("the leftover of an interrupted conversion was removed")
     if kept:
         notes.append(f"resumed: {len(kept)} tensors were complete already; notes on values are about the others")
     if n_underflowed:
@@ -94,7 +94,7 @@ def _write_solution(writer: Writer, name: str, solution: Solution) -> int:
 
 
 class _Values:
-    """Writes tensors whose codes follow from their values alone."""
+    """Writes tensors that are not calibrated."""
 
     def __init__(self, plan: ConversionPlan, writer: Writer, threads: int | None, progress: Progress) -> None:
         self._source, self._coded = plan.source, plan.coded
@@ -154,7 +154,7 @@ class _Values:
             self._writer.write(name, kind, np.concatenate(blocks, axis=1))
 
     def _coded_blocks(self, name: str) -> Iterator[tuple[slice, CodedRows]]:
-        """Rows of a matrix, or the whole of each matrix of a stack, as the source has them coded."""
+        """Codes of some rows of a matrix, or of a whole matrix of a stack, at a time."""
         shape = self._source.tensors[name].shape
         if len(shape) == 2:
             yield from ((rows, self._source.read_coded(name, rows)) for rows in self._source.row_blocks(name))

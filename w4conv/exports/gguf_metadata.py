@@ -1,4 +1,4 @@
-"""Keys of a GGUF file: what llama.cpp must know of a model, and its tokenizer."""
+"""Keys of a GGUF file: the model's settings for llama.cpp, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOWED: Final = ("gemma2", "gemma3", "gpt-oss")  # whose windows llama.cpp app
 
 
 def metadata(model: ExportModel, architecture: Architecture, file_type: int) -> tuple[dict[str, Value], list[str]]:
-    """(keys in order, notes). Raises InputError for a tokenizer that cannot be told to llama.cpp."""
+    """(keys in order, notes). Raises InputError for a tokenizer that GGUF keys cannot describe."""
     spec = model.spec
     notes: list[str] = []
     name = architecture.name
@@ -115,7 +115,7 @@ def _factors(spec: ModelSpec, name: str) -> dict[str, Value]:
 
 
 def _check(model: ExportModel, name: str) -> None:
-    """Refuse what llama.cpp computes by rules of its own, where they are not the model's."""
+    """Refuse a model that llama.cpp would compute by other rules."""
     spec = model.spec
     if name in GEMMA_27B_LAYERS:
         large = spec.n_layers == GEMMA_27B_LAYERS[name]

@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF keys. llama.cpp names how a text is cut instead of describing it; only exact matches are told.
+"""A tokenizer as GGUF keys. llama.cpp knows the cut of a text by name; only exact matches are exported.
 
 Byte-level BPE carries its merges ("gpt2"). SentencePiece BPE ("llama") carries a score for each piece, and the merge
 that gives the piece of highest score comes first: the score of a piece is minus the rank of the first merge to it.
@@ -28,7 +28,7 @@ MARKS = r"\p{M}"
 
 
 def tokenizer_keys(model: ExportModel) -> tuple[dict[str, Value], list[str]]:
-    """(keys, notes). Raises InputError for a tokenizer that llama.cpp could not be told to follow."""
+    """(keys, notes). Raises InputError for a tokenizer that GGUF keys cannot describe."""
     if "tokenizer.json" not in model.blobs:
         keys = {"tokenizer.ggml.model": text("none")}
         return keys, ["There is no tokenizer in the container: llama.cpp can load the file for token ids only."]

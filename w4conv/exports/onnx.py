@@ -67,7 +67,7 @@ def plan(model: ExportModel, options: Options) -> Plan:
                 "Export to another format"
             )
     try:
-        import onnx  # noqa: F401  # told before any work
+        import onnx  # noqa: F401  # fails before any work
     except ImportError as error:
         raise UsageError(
             f"export to ONNX needs the onnx package, which cannot be imported: {error}. Install w4conv[onnx]"

@@ -1,4 +1,4 @@
-"""What an export is going to write, decided before its first byte."""
+"""The plan of an export, made before its first byte is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": math.inf}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user chose. dtype: None for the default of the format."""
+    """The user's options. dtype: None for the default of the format."""
 
     to: str
     dtype: str | None
@@ -55,7 +55,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What becomes of one tensor of the container.
+    """How one tensor of the container is exported.
 
     becomes: for people, such as "Q4_0" or "4-bit/g64". rounding: None when it is exact by construction.
     """
@@ -131,7 +131,7 @@ class FloatWriter:
         return Exported(info, word, (output,), rounding)
 
     def rounding(self, info: TensorInfo) -> Rounding | None:
-        """Where to note what rounding a tensor's values will do; None where nothing is rounded."""
+        """Where the rounding of a tensor is noted; None where nothing is rounded."""
         return None if self.dtype in ("f32", info.scheme.kind) else Rounding()
 
     def stack_blocks(

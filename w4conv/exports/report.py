@@ -1,4 +1,4 @@
-"""What an export did, as numbers for text and JSON."""
+"""The report of an export, for text and JSON."""
 
 from __future__ import annotations
 

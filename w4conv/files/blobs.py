@@ -1,4 +1,4 @@
-"""Small files that travel with a model, read in one checked way wherever they come from: folder, GGUF file or `.w4`.
+"""Small files of a model, read and checked in one way, from a folder, a GGUF file or a `.w4`.
 
 Everything here may be hostile, under right digests too. Whatever is wrong is an InputError that names file and blob.
 """
@@ -24,7 +24,7 @@ def json_object(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def config_of(blobs: Mapping[str, bytes]) -> dict[str, Any]:
     """config.json, without which there is no model."""
     if "config.json" not in blobs:
-        raise InputError(f"{place(blobs, 'config.json')} is missing, so there is no telling what model this is")
+        raise InputError(f"{place(blobs, 'config.json')} is missing, so the model is unknown")
     return json_object(blobs, "config.json")
 
 
@@ -34,7 +34,7 @@ def text_of(blobs: Mapping[str, bytes], name: str) -> str:
 
 
 def place(blobs: Mapping[str, bytes], name: str) -> str:
-    """What an error calls a blob: with the file that it is in, where the mapping has one as `where`."""
+    """The name of a blob in errors: with its file, where the mapping knows it as `where`."""
     where = getattr(blobs, "where", "")
     return f"{where}: {name}" if where else name
 

@@ -17,11 +17,11 @@ from w4conv.errors import ClosedError, InputError
 _MAPPINGS: Final[WeakValueDictionary[tuple[int, int, int], mmap.mmap]] = WeakValueDictionary()
 
 
-# How a file begins that was fetched in place of the one that was meant; what to call it, and what to do.
+# Files that are often fetched by mistake: how they begin, what to call them, what to do.
 _POINTERS: Final = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer", "run `git lfs pull` there, or fetch the file"),
     (b"version https://hawser.github.com/spec/", "a Git LFS pointer", "run `git lfs pull` there, or fetch the file"),
-    (b"# xet version", "a pointer into a store of large files", "fetch the file that it stands for"),
+    (b"# xet version", "a pointer into a store of large files", "fetch the file that it names"),
 )
 _PAGES: Final = (
     (b"<!doctype html", "a web page", "fetch the file again, by its address for downloads"),
@@ -40,7 +40,7 @@ HEAD_NBYTES: Final = 256
 
 
 def refuse_stand_in(head: bytes, where: object, *, text: bool = False) -> None:
-    """Raise InputError for what stands in a file's place: a Git LFS pointer, a web page, a server's error.
+    """Raise InputError for a file fetched by mistake: a Git LFS pointer, a web page, a server's error.
 
     head: the first HEAD_NBYTES of the file. text: it may well be a page; only pointers are refused.
     """
@@ -100,7 +100,7 @@ class MappedFile:
 
 
 def _what_instead(path: Path) -> str:
-    """What there is where a regular file was expected."""
+    """What a path is that is not a regular file."""
     try:
         if path.is_symlink() and not path.exists():
             return f"a link to {path.readlink()}, which is not there; fetch the file again, or take the link away"

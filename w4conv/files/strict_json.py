@@ -1,4 +1,4 @@
-"""The writer of JSON files and headers: JSON has no infinity and no NaN, and for half a character an escape only."""
+"""The writer of JSON files and headers: without infinity and NaN, which JSON lacks; lone surrogates as escapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_json(value: object, *, where: str, special_floats: bool = False, **layout
         text = json.dumps(value, allow_nan=False, **layout)
     except ValueError as error:
         raise InputError(f"{where}: infinity and NaN are no JSON values. Correct the number in the source") from error
-    return text.encode("utf-8", "backslashreplace")  # half a character: its escape
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate: its escape
 
 
 def made_strict(data: bytes, where: str) -> bytes:
@@ -32,7 +32,7 @@ def made_strict(data: bytes, where: str) -> bytes:
         return data
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError):  # not for us to judge: it is carried as it is
+    except (ValueError, RecursionError):  # not JSON: it is carried as it is
         return data
     return to_json(value, where=where, special_floats=True, indent=2) + b"\n" if has_special_floats(value) else data
 

@@ -1,8 +1,7 @@
 """The output path: a file appears whole under its name or not at all; pipes and devices are written straight.
 
-A file grows under the name `<name>.partial` beside its target, locked by the process that writes it. So what a killed
-process has left is told from what a living one is writing: nobody holds its lock. The next conversion to that target
-removes it, or continues it where asked to.
+A file grows under the name `<name>.partial` beside its target, locked by the process that writes it. A leftover of
+a killed process carries no lock. The next conversion to that target removes it, or continues it with --resume.
 """
 
 from __future__ import annotations
@@ -122,8 +121,8 @@ def open_target(
     A file is written under the name `partial_of(path)`, synced, cut to `nbytes`, and renamed; whatever is raised in
     between, KeyboardInterrupt too, removes it. A link is followed. `-` is standard output; it, FIFOs and devices are
     written straight. resume: take over what a killed process left, and leave what there is when something is raised.
-    signature: what the file begins with, by which a leftover is told from somebody's file of that name; with None, no
-    file is taken for a leftover.
+    signature: the first bytes of the file, by which a leftover is recognised; with None, no file is taken for a
+    leftover.
 
     Raises OutputError, also when another process is writing to `path`.
     """
@@ -144,7 +143,7 @@ def open_target(
     final, partial = path.resolve(), partial_of(path)
     with output_errors(path):
         file, removed = _claim(path, partial, signature, resume=resume)
-    with file:  # closing it lets the lock go, so that is last
+    with file:  # closing it releases the lock, so that is last
         keep = resume
         try:
             yield Target(file, path, file=file, removed=removed)
@@ -270,7 +269,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """What the system refuses, as an OutputError that names the path; a reader that has gone stays BrokenPipeError."""
+    """OSError as an OutputError that names the path; a reader that is gone stays a BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:

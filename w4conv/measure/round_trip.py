@@ -190,10 +190,10 @@ class _Block:
         found = kernels.compare_with_source(
             self.values, self.dtype, scheme, self.parts, group_size, reproduce=reproduce, threads=threads
         )
-        again = not kept and not scheme.is_float and scheme.has_shifts and self._is_made_again(threads)
+        again = not kept and not scheme.is_float and scheme.has_shifts and self._is_reproduced(threads)
         return found._replace(reproduced=kept or again or found.reproduced)
 
-    def _is_made_again(self, threads: int | None) -> bool:
+    def _is_reproduced(self, threads: int | None) -> bool:
         """Whether rounding the values to nearest gives these bytes."""
         packed = kernels.quantize_rtn(self.values, self.dtype, self.info.scheme, threads=threads)
         return all(self._equal(kind, part) for kind, part in packed.parts().items())

@@ -66,7 +66,7 @@ def spec_of(blobs: Mapping[str, bytes]) -> ModelSpec:
 
 
 def parse_config(config: Mapping[str, object]) -> ModelSpec:
-    """What the engine must know of the model that a config.json describes.
+    """The model that a config.json describes.
 
     Raises InputError naming the key: an unsupported architecture or feature, a missing or nonsensical value.
     """

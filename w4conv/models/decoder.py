@@ -1,4 +1,4 @@
-"""What the families have in common: the part of config.json that all of them read alike."""
+"""The part of config.json that all families share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A model of no known family: whatever tensors a checkpoint has, each with a role by its shape and name.
 
-It can be converted, inspected and verified, not run: nothing says how its tensors belong together.
+It can be converted, inspected and verified, not run: nothing says how its tensors are connected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADS: Final = ("lm_head.", "embed_out.", "output.weight", "output_layer.")
 
 
 class Inventory(Protocol):
-    """What a conversion must know of a model; every ModelSpec is one."""
+    """The tensors of a model, for a conversion; every ModelSpec is one."""
 
     @property
     def architecture(self) -> str: ...

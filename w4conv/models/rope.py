@@ -188,7 +188,7 @@ def _rope_of(settings: Config, config: Config, max_positions: int, head_dim: int
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """What cos and sin are multiplied by where the context is stretched by a factor (Peng et al. 2023, section 3.4)."""
+    """What cos and sin are multiplied by where the context is extended by a factor (Peng et al. 2023, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""ModelSpec: what the engine must know of a model, independent of any file format. No arithmetic on weights."""
+"""ModelSpec: a model's tensors, shapes and settings, independent of any file format. No arithmetic on weights."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ModelSpec:
         return tuple(self.each_tensor())
 
     def each_tensor(self) -> Iterator[TensorSpec]:
-        """The same, one at a time: what a config claims may be more than any file has."""
+        """The same, one at a time: a config may claim more tensors than any file has."""
         vocabulary = (self.vocab_size, self.hidden_size)
         yield TensorSpec("model.embed_tokens.weight", vocabulary, "embedding", None, "embed_tokens")
         for layer in range(self.n_layers):

@@ -20,7 +20,7 @@ from w4conv.sources.base import TOOL_TEMPLATE
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 MAX_MESSAGES_NBYTES: Final = 1 << 21  # as JSON
-# Names by which templates read what a model thought before it answered; the first is the usual one.
+# Names by which templates read a model's reasoning; the first is the usual one.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _MASKS: Final = 0x100000  # the first of characters that stand for special tokens in messages
 _PRIVATE: Final = re.compile("[\U000f0000-\U0010ffff]")  # of private use: these, and ALIASES of package_tokenizer
@@ -57,7 +57,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        """Raises InputError when the template is too large. What else is wrong with it, `check` and `render` tell."""
+        """Raises InputError when the template is too large. Other faults are raised by `check` and `render`."""
         if len(source.encode(errors="surrogatepass")) > MAX_TEMPLATE_BYTES:
             raise InputError(f"the chat template has more than {MAX_TEMPLATE_BYTES:,} bytes, the limit")
         self._source = source
@@ -137,7 +137,7 @@ class ChatTemplate:
         return prompt if text is None else _cut_at_mark(prompt, text)
 
     def _mark_end(self, message: dict[str, object]) -> str:
-        """Put the mark behind the text of the message, which is returned."""
+        """Append the mark to the text of the message; returns the text."""
         content = message.get("content")
         if isinstance(content, list):
             for part in reversed(content):
@@ -154,7 +154,7 @@ class ChatTemplate:
         try:
             request = json.dumps({"values": _as_json(values)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"messages and variables of a chat template are what JSON can say: {error}") from None
+            raise UsageError(f"messages and variables of a chat template must be JSON values: {error}") from None
         if len(request) > MAX_MESSAGES_NBYTES:
             raise InputError(
                 f"the messages take {len(request):,} bytes; a chat template gets at most {MAX_MESSAGES_NBYTES:,}. "
@@ -166,12 +166,11 @@ class ChatTemplate:
 def encode_chat(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], *, special_tokens: str | None = None
 ) -> list[int]:
-    """Ids of the prompt. special_tokens: whether those that a message spells are taken as such ("parse"), as
-    transformers and llama.cpp do, or as "text"; those that the template writes are special always.
+    """Ids of the prompt. special_tokens: `settle_special_tokens`, of special tokens in messages; those of the template
+    are special always. transformers and llama.cpp parse.
 
-    With "text", what spells one in a message is replaced by a character of its own, and the template rendered again:
-    so it is known where the message ends up. Raises InputError where the template does something else with it, so that
-    the two cannot be told apart.
+    With "text", special tokens in messages are masked, each by a private character, and the template is rendered
+    again: so their places in the prompt are known. Raises InputError where the template changes them on the way.
     """
     special_tokens = settle_special_tokens(special_tokens)
     prompt = template.render(messages, special_tokens=tokenizer.special_tokens)
@@ -214,7 +213,7 @@ def encode_chat(
 
 
 def _as_json(value: object) -> object:
-    """The same in the types of JSON. Raises TypeError for what they cannot say."""
+    """The value as JSON types. Raises TypeError for a value that JSON lacks."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -227,7 +226,7 @@ def _as_json(value: object) -> object:
 
 
 def _plain(message: Message) -> dict[str, object]:
-    """A copy of a message: no key without a value, thoughts under the names that templates look for."""
+    """A copy of a message: without None values, its reasoning under the names that templates read."""
     out = copy.deepcopy({key: value for key, value in message.items() if value is not None})
     thought = next((out[key] for key in REASONING if key in out), None)
     return out if thought is None else {"thinking": thought, **out, "reasoning_content": thought}

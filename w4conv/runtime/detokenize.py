@@ -34,7 +34,7 @@ class StreamDecoder:
 
     def __init__(self, decoder: Json | None, context: Iterable[str] = ()) -> None:
         self._steps = _steps(decoder)
-        self._known = ""  # text of the context that the steps still hold: it may come again
+        self._known = ""  # text of the context that the steps still hold: it may be output later
         is_first = True
         for token in context:
             self.push(token)
@@ -79,7 +79,7 @@ class _Step(ABC):
 
     @abstractmethod
     def push(self, text: str, ends: bool) -> Iterator[Fragment]:
-        """What is certain once this fragment is known."""
+        """Output that is certain with this fragment."""
 
     def finish(self) -> Iterator[Fragment]:
         yield from ()
@@ -273,7 +273,7 @@ class _Suffixes(_PerToken):
 
 
 class _AtTheEnd(_WholeTokens):
-    """Steps of which nothing is known: the package gets all tokens."""
+    """Unknown steps: the package decodes all tokens at the end."""
 
     def __init__(self, steps: Sequence[Json]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tokenizers package on a tokenizer.json, with as much of the vocabulary as a text can need.
+"""The tokenizers package on a tokenizer.json, with only the tokens that a text can need.
 
 Building all of a large vocabulary takes the package 0.3 to 1.3 seconds, which is longer than the first token takes. BPE
 joins what stands side by side, so that a token with bytes in a row that the text does not have can neither come out of
@@ -247,7 +247,7 @@ def _add(package: _Package, tokens: Iterable[AddedToken], where: str) -> None:
 
 @contextmanager
 def package_errors(where: str, what: str) -> Iterator[None]:
-    """Whatever the tokenizers package raises over a tokenizer.json, when it is read or later, is the file's fault."""
+    """Errors of the tokenizers package, when a tokenizer.json is read or later, as InputError."""
     try:
         yield
     except InputError:

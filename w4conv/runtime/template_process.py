@@ -57,7 +57,7 @@ def main() -> None:
             answer = {"error": "memory", "text": ""}
         except BrokenPipeError:
             return
-        except BaseException as error:  # whatever the template's code raises is the template's fault
+        except BaseException as error:  # every error of the template's code is the template's
             answer = {"error": type(error).__name__, "text": str(error)[:1000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(sink, **answer)
@@ -130,7 +130,7 @@ def prepare() -> Any:
             return caller()
 
     class Dict:
-        """What a template calls `dict`, without the class's attributes."""
+        """`dict` in templates, without the class's attributes."""
 
         def __call__(self, *args: Any, **values: Any) -> Any:
             return dict(*args, **values)
@@ -139,7 +139,7 @@ def prepare() -> Any:
             return dict.fromkeys(*args)
 
     class Namespace(jinja2.utils.Namespace):
-        """What a template calls `namespace`, without names that begin with an underscore."""
+        """`namespace` in templates, without names that begin with an underscore."""
 
         def __init__(*args: Any, **values: Any) -> None:  # a template may call an attribute `self`
             self, *rest = args

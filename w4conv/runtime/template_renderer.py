@@ -35,15 +35,15 @@ class RefusalError(InputError):
 
 
 class _LimitError(Exception):
-    """A bound was reached; says which."""
+    """A limit was reached; the message names it."""
 
 
 class _StartError(InputError):
-    """The process does not come up; another time it may."""
+    """The process did not start; it may start another time."""
 
 
 class Renderer:
-    """Holds the process for one template. Whatever goes wrong ends it; the next request starts another."""
+    """The process of one template. An error ends it; the next request starts another."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -54,7 +54,7 @@ class Renderer:
         self._start()
 
     def run(self, request: bytes | None) -> str:
-        """The text that the template makes; without a request, it is compiled only."""
+        """The rendered text; without a request, the template is only compiled."""
         with self._lock:
             if self._fault is not None:
                 raise InputError(self._fault)
@@ -71,7 +71,7 @@ class Renderer:
                     self._fault = None if isinstance(error, _StartError) else str(error)
                     self.stop()
                 raise
-            except BaseException:  # what the process still has to say would be taken for the next answer
+            except BaseException:  # else its late answer would be taken for the next one
                 self.stop()
                 raise
 
@@ -130,7 +130,7 @@ class _Process:
         path = [str(Path(entry).absolute()) for entry in sys.path]
         self._unsent = _frame(json.dumps({"path": path})) + _frame(json.dumps({"source": source}))
         n = 0
-        with contextlib.suppress(OSError):  # as much as the pipe takes; the rest, and what went wrong, later
+        with contextlib.suppress(OSError):  # as much as the pipe takes; the rest, and errors, later
             n = os.write(self._in.fileno(), self._unsent)
         self._unsent = self._unsent[n:]
 
@@ -191,7 +191,7 @@ class _Process:
                     answer = None
                 if isinstance(answer, dict) and answer.keys() & {"ready", "done", "error", "piece"}:
                     return answer
-                raise _LimitError("it speaks for the process that renders it")
+                raise _LimitError("it writes to the output of the process that renders it")
             if len(self._buffer) >= 4 and length > 8 * MAX_PROMPT_CHARS:
                 raise _LimitError(f"it writes more than {MAX_PROMPT_CHARS:,} characters")
             self._wait(self._out, select.POLLIN, deadline)

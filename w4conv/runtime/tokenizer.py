@@ -1,12 +1,12 @@
 """Tokenizer: text to token ids and back, from the files that travel inside a container.
 
-The rules about BOS, in one place. `adds_bos` is whether a text starts with the BOS token by the model's own convention:
+The rule about BOS. `adds_bos`: whether a text starts with the BOS token by the model's own convention.
 `add_bos_token` of tokenizer_config.json decides where it is given, else what the post-processor of tokenizer.json does.
-`encode` puts one BOS at the start or none, never two; it adds no other special token. Special tokens spelled out in the
-text are recognised as such, as the tokenizers package does it.
+`encode` puts one BOS at the start or none, never two; it adds no other special token. Special tokens that the
+text spells: `settle_special_tokens`.
 
-Ids become text by the decoder of tokenizer.json, step by step (w4conv.runtime.detokenize): what comes in pieces is,
-joined, what the tokenizers package makes of all ids.
+Ids become text by the decoder of tokenizer.json, step by step (w4conv.runtime.detokenize). Joined, the pieces equal
+the text of the tokenizers package.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Tokenizer:
         special = {t.content for t in self._tokenizer.added.values() if t.special}
         self._settings_where = place(blobs, "tokenizer_config.json")
         self._add_tokens(self._settings_where)
-        # To the package, what once was special stays so.
+        # In the package a token once special stays special.
         self._special_texts = special | {t.content for t in self._tokenizer.added.values() if t.special}
         self._special_ids = {i for i, t in self._tokenizer.added.items() if t.content in self._special_texts}
         self.n_tokens = self._tokenizer.n_tokens
@@ -93,15 +93,15 @@ class Tokenizer:
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def encode_masked(self, text: str, masks: Mapping[str, str]) -> list[int]:
-        """Ids of a text, without a BOS. masks: characters for what is text though it spells special tokens."""
+        """Ids of a text, without a BOS. masks: private character -> the text of a special token, to be read as text."""
         return self._tokenizer.encode_masked(text, masks, self._special_texts)
 
     def special_ids(self, ids: Iterable[int]) -> list[int]:
-        """Those of them that are special tokens."""
+        """The special tokens among `ids`."""
         return [i for i in ids if i in self._special_ids]
 
     def special_texts(self) -> list[str]:
-        """What spells a special token, longest first."""
+        """Texts of special tokens, longest first."""
         return sorted(filter(None, self._special_texts), key=lambda text: (-len(text), text))
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a tokenizer.json says, read without building a tokenizer."""
+"""A tokenizer.json, read without building a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from w4conv.files.blobs import json_object, parse_json_object, place
 
 
 class TokenizerFile:
-    """settings: the document as JSON. Where its model is BPE, only with the tokens of one or two bytes, and no merges
-    but such: the rest is in `vocabulary`, which takes a fraction of the time and memory.
+    """settings: the document as JSON. Of a BPE model only tokens of one or two bytes, and their merges: the rest is in
+    `vocabulary`, which takes a fraction of the time and memory.
     added: id -> added token.
     """
 
@@ -40,14 +40,14 @@ class TokenizerFile:
 
     @property
     def n_tokens(self) -> int:
-        """Of the model and added ones; those that are both count once."""
+        """Tokens of the model and added ones; a token that is both counts once."""
         if self.vocabulary is None:
             return len(self._own | self.added)
         return len(self.vocabulary) + sum(self.vocabulary.token(i) is None for i in self.added)
 
     @property
     def highest_id(self) -> int:
-        """Of the model's tokens that are not added ones; -1 where there are none."""
+        """The highest id of the model's own tokens, without added ones; -1 where there are none."""
         if self.vocabulary is None:
             return max((i for i in self._own if i not in self.added), default=-1)
         ids = range(self.vocabulary.n_ids - 1, -1, -1)
@@ -68,7 +68,7 @@ def _list(value: object) -> list[Any]:
 
 
 def token_ids(blobs: Mapping[str, bytes], name: str, key: str) -> list[int]:
-    """What a config names by `eos_token_id` or `bos_token_id`: none, one or a list. Some may lie outside a vocabulary.
+    """`eos_token_id` or `bos_token_id` of a config: none, one or a list. Some may lie outside a vocabulary.
 
     Raises InputError, as transformers does, for anything else: a text, a fraction, a list with such in it.
     """

@@ -66,7 +66,7 @@ class SourceTensor:
     """A tensor of a checkpoint, under its Hugging Face name.
 
     dtype: "F16", "BF16" or "F32": what `Source.read` returns.
-    stored_as: the checkpoint's own word for its coding, such as "F16" or "Q4_1".
+    stored_as: the checkpoint's name for its coding, such as "F16" or "Q4_1".
     coding: the scheme in which `Source.read_coded` gives a matrix exactly as the checkpoint has it; None where it has
         plain values, or codes that no scheme holds.
     """
@@ -80,7 +80,7 @@ class SourceTensor:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the checkpoint itself holds rounded values."""
+        """Whether the checkpoint holds quantized values."""
         return self.stored_as not in VALUE_DTYPES
 
 

@@ -1,4 +1,4 @@
-"""What GGUF calls the parts of each architecture, and how its layout differs from a Hugging Face checkpoint's."""
+"""GGUF's names for the parts of each architecture, and its differences from the layout of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def read_sidecars(directory: Path) -> tuple[dict[str, bytes], list[Path]]:
 
 
 def check_is_model(directory: Path) -> None:
-    """Tell what a directory without a full model is, and what to do."""
+    """Raise InputError for a directory without a whole model: what it is, and what to do."""
     names = _weight_files(directory)
     has_model = any(n.endswith(".safetensors") and not n.startswith("adapter_") for n in names) or bool(
         _indexes(directory)

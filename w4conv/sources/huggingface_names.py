@@ -10,7 +10,7 @@ from w4conv.arrays import VALUE_DTYPES
 from w4conv.errors import InputError, listed
 from w4conv.sources.huggingface_files import Stored
 
-# Before every name: what compiles, distributes or adapts a model.
+# Prefixes of every name in a compiled, distributed or adapted model.
 WRAPPERS: Final = ("module.", "_orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "_forward_module.")
 ADAPTER_PARTS: Final = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.", ".lora_magnitude_vector")
 BUFFER: Final = re.compile(
@@ -18,7 +18,7 @@ BUFFER: Final = re.compile(
     r"|(^|\.)(self_attn|attn|attention)\.(masked_bias|bias|causal_mask|attention_mask|position_ids)$"
     r"|(^|\.)(position_ids|causal_mask|cached_mask)$"
 )
-# Endings of what other 4-bit and 8-bit formats store in place of a plain weight.
+# Endings of names in 4-bit and 8-bit formats, which store these in place of a plain weight.
 PACKED_ENDINGS: Final = (
     ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map",
     ".SCB", "_blocks", "_scales", ".scales", ".biases", ".qdata", ".input_scale",
@@ -41,8 +41,10 @@ def names_of_model(found: Stored, directory: Path) -> tuple[Stored, list[str]]:
 
 
 def _without_wrappers(found: Stored, directory: Path, notes: list[str]) -> Stored:
-    """Names as the model alone has them, where wrappers of training stand before all of them, or a bare backbone has
-    no `model.`. Raises InputError for adapters that are not merged."""
+    """Without prefixes that wrappers of training put before all names; with the `model.` that a bare backbone lacks.
+
+    Raises InputError for adapters that are not merged.
+    """
     if adapters := [name for name in found if any(part in f".{name}" for part in ADAPTER_PARTS)]:
         raise InputError(
             f"{directory}: {adapters[0]} and {len(adapters) - 1} more tensors belong to an adapter (LoRA) that is not "
@@ -61,7 +63,7 @@ def _without_wrappers(found: Stored, directory: Path, notes: list[str]) -> Store
 
 
 def _without_buffers(found: Stored, notes: list[str]) -> Stored:
-    """Without what follows from the config and old checkpoints carry nevertheless."""
+    """Without buffers of old checkpoints, which follow from the config."""
     left = {name for name in found if BUFFER.search(name)}
     if left:
         notes.append(f"Left out, as they follow from the config: {listed(sorted(left), most=4)}.")
@@ -69,7 +71,7 @@ def _without_buffers(found: Stored, notes: list[str]) -> Stored:
 
 
 def _language_part(found: Stored, notes: list[str]) -> Stored:
-    """The language model of a multimodal checkpoint under the names that it has alone; others as they are."""
+    """The language part of a multimodal checkpoint, by the names that it has alone; other checkpoints unchanged."""
     if not any(name.startswith(tuple(LANGUAGE_PREFIXES)) for name in found):
         return found
     out = {}
@@ -91,7 +93,7 @@ def refuse_packed(found: Stored, directory: Path) -> None:
         if looks_packed(name):
             raise InputError(
                 f"{directory}: {name} belongs to a quantized checkpoint, but config.json says nothing of it, or not of "
-                "this tensor. Without it, what the bytes mean would be a guess"
+                "this tensor. Without it, the meaning of the bytes would be a guess"
             )
         if name.endswith(".weight") and len(entry.shape) == 2 and entry.dtype.startswith("F8_"):
             raise InputError(

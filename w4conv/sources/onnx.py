@@ -107,7 +107,7 @@ def _entry(directory: Path, tensor: TensorProto, mapped: dict[str, MappedFile]) 
 
 
 def _tensor(node: NodeProto, raw: RawTensors, aliases: Mapping[str, str]) -> tuple[str, PackedTensor] | None:
-    """(name, tensor) of a node; None where its codes were met before."""
+    """(name, tensor) of a node; None where its codes were read before."""
     at = CODED[node.op_type]
     names = [aliases.get(name, "") for name in node.input]
     name = names[at] if len(names) > at else ""

@@ -18,7 +18,7 @@ _BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class UnknownTokenizerError(Exception):
-    """The file does not say enough to rebuild the tokenizer."""
+    """The file does not describe the tokenizer fully."""
 
 
 @dataclass(frozen=True, slots=True)
