@@ -23,7 +23,7 @@ def one_line(command: str) -> str:
 
 
 def steps(page: str) -> list[tuple[str, str]]:
-    """What the page does, in order: (name, text) of a file that it spells out, or ("", command) of a shell."""
+    """The steps of the page, in order: (name, text) of a file, or ("", command) of a shell."""
     found = []
     pattern = r"^```toml\n(# (\S+\.toml)[\s\S]*?)^```$|^ {4}.*(?:\n {4}.*)*$"
     for block in re.finditer(pattern, page, re.MULTILINE):

@@ -21,7 +21,7 @@ COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the C reader says: 100 * chapter + clause or 0; all values of each tensor."""
+    """Result of the C reader: 100 * chapter + clause or 0; all values of each tensor."""
 
     opened: int
     verified: int

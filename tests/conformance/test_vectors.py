@@ -34,7 +34,7 @@ def on_disk(entry: dict[str, Any], folder: Path) -> Path:
 
 
 def musts() -> set[str]:
-    """Every MUST of the texts, as text clause/number within the clause; 1.2 only says what the word means."""
+    """Every MUST of the texts, as text clause/number within the clause; 1.2 only defines the word."""
     found = set()
     for text, content in TEXTS.items():
         clauses = re.split(r"^\*\*(\d+\.\d+)\*\* ", content, flags=re.MULTILINE)
@@ -152,7 +152,7 @@ def test_the_schema_accepts_every_valid_index(entry: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", list(scheme.KINDS))
 def test_padding_changes_no_value(kind: str, tmp_path: Path) -> None:
-    """Whatever stands in padding rows and columns: a reader that has not verified gives the same values."""
+    """A reader that has not verified gives the same values for any padding rows and columns."""
     coding = scheme.scheme_of(kind, 32)
     shape = (2, 5, 35)
     parts = random_parts(coding, shape)

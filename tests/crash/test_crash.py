@@ -56,7 +56,7 @@ def test_killed_at_random_moments() -> None:
 @needs_compiler
 @pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["plain", "resume"])
 def test_a_sync_that_fails(model: Path, shim: Path, tmp_path: Path, resume: tuple[str, ...]) -> None:
-    """Even --resume keeps nothing then: what the disk holds after a failed sync is not what reading back shows."""
+    """Even --resume keeps nothing then: after a failed sync the disk may differ from what a read gives."""
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "fsync", "W4_FAIL_ERRNO": str(errno.EIO)}
     assert_refused(quantize(model, out, *resume, **failing), str(out), os.strerror(errno.EIO))

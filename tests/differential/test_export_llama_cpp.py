@@ -69,7 +69,7 @@ CHATML = (
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
 def test_chat_template(tmp_path: Path, architecture: str) -> None:
-    """llama.cpp finds it in the file, knows it for what it is, and writes the chat as we do."""
+    """llama.cpp finds the template in the file, recognises it, and writes the chat as we do."""
     source = make_llama_dir(tmp_path / "in", architecture=architecture, hidden=64, inner=96)
     (source / "chat_template.jinja").write_text(CHATML)
     w4conv.quantize(source, tmp_path / "m.w4", group_size=32)

@@ -112,7 +112,7 @@ def test_import(tmp_path: Path, symmetric: bool, act_order: bool) -> None:
 
 @pytest.mark.parametrize("layout", ["auto_round", "auto_awq"])
 def test_auto_round(tmp_path: Path, layout: str) -> None:
-    """What AutoRound writes, in GPTQModel, by itself or by transformers, and in ours."""
+    """Files of AutoRound, read by GPTQModel, transformers and w4conv."""
     auto_round = pytest.importorskip("auto_round", reason="auto-round is the writer; `make test-peers` installs it")
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
     source = make_llama_dir(tmp_path / "in", **SHAPE | {"head_dim": None})

@@ -70,7 +70,7 @@ print(peak)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to see anonymous memory")
 def test_a_conversion_never_holds_the_model(model: Path, tmp_path: Path) -> None:
-    """538 MB of float32 pass through; what is held at once stays far below."""
+    """538 MB of float32 pass through; memory stays far below."""
     argv = [sys.executable, "-c", CONVERT, str(model), str(tmp_path / "out.w4")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 400e6

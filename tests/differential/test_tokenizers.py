@@ -166,7 +166,7 @@ def test_added_tokens_as_transformers_has_them(tmp_path: Path, case: str) -> Non
 @pytest.mark.services
 @pytest.mark.parametrize("name", ["mistral", "llama3", "qwen3"])
 def test_special_tokens_as_transformers_has_them(tmp_path: Path, name: str) -> None:
-    """Which token begins a text, whether it is added, and what a chat template is told of special tokens."""
+    """The BOS token, whether it is added, and the special tokens that a chat template gets."""
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install the oracle group")
     files = tokenizer_files(name)
     for file, content in files.items():

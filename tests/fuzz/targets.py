@@ -263,7 +263,7 @@ def _blob_seeds() -> list[bytes]:
 
 
 def _mutate_blobs(raw: bytes, rng: random.Random) -> bytes:
-    """One of them: changed, cut, gone, or something else altogether."""
+    """One file changed, cut, removed or replaced by something else."""
     blobs = {name: text.encode("latin-1") for name, text in json.loads(raw).items()}
     name = rng.choice(sorted(blobs))
     kind = rng.random()

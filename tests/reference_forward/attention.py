@@ -22,7 +22,7 @@ PASS = 120  # tokens of one pass
 
 @dataclass(frozen=True)
 class Rule:
-    """What the scores of a layer go through; sinks: (n_heads,) or None."""
+    """The rules for the scores of a layer; sinks: (n_heads,) or None."""
 
     scale: float
     softcap: float

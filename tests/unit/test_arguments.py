@@ -138,7 +138,7 @@ def test_what_is_no_count_is_refused(argument: str, place: Place) -> None:
 
 @pytest.mark.parametrize("argument", [name for name in COUNTS if "seed" not in name and "tokens" not in name])
 def test_counts_are_bounded(argument: str, place: Place) -> None:
-    """None is too large for a Python integer; where nothing bounds it, what it counts does."""
+    """A Python integer has no limit; each number is bounded by its range, or by what it counts."""
     unbounded = ("quantize calibration", "verify chunks", "Model kv_memory", "Sampler", "bench rounds")
     for value in (2**63, 10**30, 10**5000):
         if not argument.startswith(unbounded):

@@ -77,7 +77,7 @@ def test_methods_are_judged_by_the_outputs(scheme: QuantScheme) -> None:
 
 
 def test_output_residual() -> None:
-    """The matrix reads x, and is to give what w gives of y and some more: its loss is what it differs from that."""
+    """The matrix reads x; its target is w y plus a residual. The loss is the distance from the target."""
     w, _, _ = problem(20, 48)
     rng = np.random.default_rng(5)
     mix = rng.standard_normal((48, 48))
@@ -148,7 +148,7 @@ def test_keys_are_rounded_by_rope_averaged_query_moments(
 
 
 def test_rows_get_the_update_that_columns_get() -> None:
-    """The last row of a head is rounded for what the errors of all others call for."""
+    """The last row of a head is rounded with the carried errors of all other rows."""
     w, inputs, _ = problem(8, 64)
     queries = second(np.random.default_rng(8).standard_normal((40, 8)) @ np.diag(range(1, 9)))  # rows are in order
     s = solve(w, inputs, int4(32), "gptq", query_moments=queries[None])

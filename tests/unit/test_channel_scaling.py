@@ -26,7 +26,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def make_loud(folder: Path) -> Path:
-    """A model in which few channels have most of what the products read."""
+    """A model whose inputs of linear layers have most of their power in a few channels."""
     make_llama_dir(folder, dtype="BF16", hidden=64)
     tensors = llama_tensors(**SHAPE, head_dim=16, tied=False, biases=())
     for i in range(2):

@@ -55,7 +55,7 @@ def test_an_explicit_head_dim_counts(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_with_a_stored_copy(tmp_path: Path) -> None:
-    """An equal copy is left out, and told; one that differs is the head."""
+    """An equal copy is left out with a note; a head that differs is used."""
     directory = make_llama_dir(tmp_path / "m", dtype="F32", tied=True)
     kept(directory)
     expected = logits(directory)
@@ -87,7 +87,7 @@ def test_without_generation_config(tmp_path: Path) -> None:
 
 
 def test_biases_though_the_flag_says_no(tmp_path: Path) -> None:
-    """Dropping them would be silent damage; biases of zeros change nothing and are told."""
+    """Dropping them would be silent damage; biases of zeros change nothing and are noted."""
     directory = make_llama_dir(tmp_path / "m", biases=("q_proj",))
     edit_config(directory, attention_bias=False)
     with pytest.raises(InputError, match=r"tensors that LlamaForCausalLM does not have: .*q_proj\.bias"):
@@ -182,7 +182,7 @@ def test_a_vocabulary_larger_than_the_model_s(tmp_path: Path) -> None:
 
 
 def test_added_tokens_beyond_the_model(tmp_path: Path) -> None:
-    """As a text model made from a multimodal one has them: told, and refused where one is used."""
+    """As in a text model made from a multimodal one: noted, and refused where one is used."""
     directory = make_llama_dir(tmp_path / "m", vocab=300)
     tokenizer: Tokenizer = tiny_tokenizer(300)
     n = tokenizer.get_vocab_size()

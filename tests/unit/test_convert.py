@@ -503,7 +503,7 @@ def test_sources_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_biases_that_the_model_does_not_have(tmp_path: Path) -> None:
-    """Programs that quantize store biases of zeros with every linear layer; others mean that something is wrong."""
+    """Programs that quantize store biases of zeros with every linear layer; other biases are an error."""
     make_llama_dir(tmp_path / "in", biases=("q_proj",), config={"attention_bias": False})
     with pytest.raises(InputError, match=r"q_proj\.bias"):
         convert.quantize(tmp_path / "in", tmp_path / "out.w4")

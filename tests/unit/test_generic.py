@@ -66,7 +66,7 @@ def test_any_checkpoint_of_matrices_is_converted_and_holds(tmp_path: Path) -> No
 
 
 def test_it_says_that_it_cannot_be_run(tmp_path: Path) -> None:
-    """Even where the family is one that could be, had it been converted as such."""
+    """Even where w4conv knows the family."""
     directory = make_llama_dir(tmp_path / "in", vocab=310)
     quantize(directory, tmp_path / "out.w4", architecture="generic")
     found = inspect(tmp_path / "out.w4")

@@ -91,7 +91,7 @@ def test_mixed_types(tmp_path: Path, scheme: str) -> None:
 
 
 def test_extras_of_a_quantized_checkpoint(tmp_path: Path) -> None:
-    """Buffers, biases of zeros, a head stored though it is tied: left out, and told."""
+    """Buffers, biases of zeros, a stored head of a tied model: left out, with a note."""
     raw = gptq_tensors()
     raw["lm_head.weight"] = raw["model.embed_tokens.weight"]
     raw["model.layers.0.self_attn.rotary_emb.inv_freq"] = "F32", np.ones(8, np.float32)

@@ -54,7 +54,7 @@ def query_moments() -> F64:
 
 
 def converted(**options: object) -> str:
-    """Digest of a small checkpoint's container, rounded for what it reads in a text."""
+    """Digest of a small checkpoint's container, calibrated on a text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = make_llama_dir(folder / "hf", dtype="F32", hidden=64, inner=96)

@@ -174,7 +174,7 @@ def test_joined_rows_rule() -> None:
 
 @pytest.fixture
 def default_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """WikiText-2 where the shared data is; elsewhere some English, of which w4conv is told that it is WikiText-2."""
+    """WikiText-2 where the shared data is; elsewhere some English under the name of WikiText-2."""
     if real := shared_data("wikitext-2-raw", "wiki.test.raw"):
         return real
     path = tmp_path / "english.txt"

@@ -153,7 +153,7 @@ SMALL: dict[str, Any] = {"calibration_tokens": 256, "calibration_ctx": 32}
 
 
 def test_methods_for_each_tensor(tmp_path: Path) -> None:
-    """A matrix told to be rounded to nearest has the same bytes as without calibration; the others have not."""
+    """A matrix that a recipe rounds to nearest has the bytes of the data-free conversion; the others differ."""
     model = make_llama_dir(tmp_path / "model", layers=2)
     text, file = tmp_path / "text.txt", tmp_path / "mine.toml"
     text.write_text(WORDS * 60)

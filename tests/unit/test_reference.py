@@ -217,7 +217,7 @@ def test_a_zero_point_keeps_zero_and_both_ends() -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_codebook_codes_are_the_nearest_levels(kind: str) -> None:
-    """Whatever the way there, no other level is nearer by more than rounding."""
+    """No other level is nearer by more than rounding."""
     levels = CODEBOOKS[kind].astype(np.float64)
     for name, values in classes().items():
         values = values / 2  # the largest magnitude is the scale

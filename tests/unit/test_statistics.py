@@ -229,7 +229,7 @@ def test_another_checkpoint_of_the_same_shape(files: dict[bool, Path], tmp_path:
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.v_proj.weight", "model.norm.weight"])
 def test_a_checkpoint_tuned_in_one_tensor(files: dict[bool, Path], model: Path, tmp_path: Path, name: str) -> None:
-    """All else is as it was, so that shapes and the other tensors tell nothing."""
+    """Shapes and other tensors stay as they were, so they reveal nothing."""
     shutil.copytree(model, tmp_path / "tuned")
     path = tmp_path / "tuned" / "model.safetensors"
     tensors = load_file(path)

@@ -73,7 +73,7 @@ def fnv1a(text: str) -> int:
 
 
 def test_tokens_that_are_made_to_collide_are_not_looked_up() -> None:
-    """Of a table of 8,192 places for 2,048 tokens they would fill one end, so that each had to go by all before it."""
+    """In a table of 8,192 slots for 2,048 tokens they would fill one end, so that each probe passes all before it."""
     tokens = [f"t{i}" for i in range(200_000)]
     colliding = [t for t in tokens if fnv1a(t) % 8192 < 64][:1200]
     for first, expected in ((colliding, True), (tokens[:1200], False)):

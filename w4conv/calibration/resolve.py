@@ -89,7 +89,7 @@ def resolve_text(given: TextFile, source: Source, spec: ModelSpec) -> Calibratio
 
 
 def _first_bytes(path: Path) -> bytes:
-    """9 of them; none of a pipe, which can be read once only, nor of what cannot be opened, which is told later."""
+    """9 of them; none of a pipe, which can be read only once, nor of a file that cannot be opened: an error later."""
     try:
         with path.open("rb") if path.is_file() else io.BytesIO() as stream:
             return stream.read(9)

@@ -128,7 +128,7 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # told before, or a reader that has had enough
+            except OSError:  # reported before, or a reader that is gone
                 _streams.abandon(stream)
     sys.exit(code)
 

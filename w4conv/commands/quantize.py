@@ -156,7 +156,7 @@ def quantize(
     refuse_idle("quantize", values)
     rules = () if recipe is None else read_rules(recipe)
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
-    if scheme is not None:  # a wrong word is told before anything is opened
+    if scheme is not None:  # a wrong word is an error before anything is opened
         make_recipe(scheme, group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size, embeddings=embeddings)
     if architecture not in (None, GENERIC):
         raise UsageError(
@@ -217,7 +217,7 @@ def quantize(
 
 
 def _default_scheme(source: Source, *, requantize: bool) -> str:
-    """What a source gets when no scheme is named. requantize: an option already says that weights are to be rounded."""
+    """The scheme of a source where none is named. requantize: an option already says that weights are to be rounded."""
     quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) >= 2]
     linear = [t for t in quantized if matrix_role(t.name) == "linear"]
     if not quantized or requantize:
@@ -242,7 +242,7 @@ def _default_scheme(source: Source, *, requantize: bool) -> str:
 
 
 def _check_architecture(src: Path) -> None:
-    """Before anything else of a directory is read; what cannot be read is told where it is."""
+    """Before anything else of a directory is read; an unreadable config is an error later."""
     path = src / "config.json"
     if path.is_file():
         with advising_generic(src):

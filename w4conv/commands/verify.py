@@ -193,7 +193,7 @@ def _open_against(container: Container, against: str | os.PathLike[str]) -> Sour
     source = open_source(Path(against), raw=generic, gptq_zero15=zero15 if zero15 in (0, 16) else None)
     head = provenance.get("head")
     try:
-        if not generic and named_alike(container, source):  # else it is told that they are two models
+        if not generic and named_alike(container, source):  # else the error is that they are two models
             settle_declarations(source, head if head in HEADS else None)
     except BaseException:
         source.close()
@@ -209,7 +209,7 @@ def _is_checkpoint(path: Path) -> bool:
         with path.open("rb") as stream:
             return stream.read(4) == b"GGUF"
     except OSError:
-        return False  # told where it is opened
+        return False  # an error where it is opened
 
 
 def _verify_export(path: Path, against: Path, min_sqnr: float | None, progress: Progress) -> VerifyReport:
@@ -239,7 +239,7 @@ class _Measurement:
         self._container, self._activations, self._kv, self._threads = container, activations, kv, threads
         convention, self._ctx = settle(convention, ctx)
         with Model(container, threads=threads, ctx=self._ctx, kv=kv, activations=activations):
-            pass  # what cannot be run, or not with this ctx, is told before the longer work
+            pass  # a model that cannot be run, or not with this ctx, is an error before the longer work
         self._cut = cut_text(
             container, text, convention=convention, ctx=self._ctx, chunks=chunks, special_tokens=special_tokens
         )

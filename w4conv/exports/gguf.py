@@ -259,7 +259,7 @@ def _encode(rows: UnpackedRows, kind: str, info: TensorInfo) -> npt.NDArray[np.u
 
 
 def _rope_factors(spec: ModelSpec) -> dict[str, npt.NDArray[np.float32]]:
-    """What llama.cpp divides each frequency by, by the names of the tensors: of the scalings llama3 and longrope."""
+    """Divisors of the frequencies in llama.cpp, by the names of the tensors: of the scalings llama3 and longrope."""
     rope = spec.rope
     if rope.scaling == "longrope":
         factors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}

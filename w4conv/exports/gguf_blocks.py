@@ -1,7 +1,7 @@
-"""Rows of a coded matrix as blocks of GGUF's types: the way back of `sources/gguf_blocks.py`, bit for bit.
+"""Rows of a coded matrix as blocks of GGUF's types: the reverse of `sources/gguf_blocks.py`, bit for bit.
 
-A type holds a matrix where its codes and the bytes of its groups lie within what the type has bits for, which they do
-where they came out of such blocks.
+A type holds a matrix where its codes and the bytes of its groups fit into the bits of the type, as they do
+where they come from such blocks.
 """
 
 from __future__ import annotations

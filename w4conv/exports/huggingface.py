@@ -99,7 +99,7 @@ class HuggingFacePlan(Plan):
 
 
 def checked_blocks(output: Output) -> Iterator[memoryview]:
-    """The bytes of an output; a producer that gives another number of them is at fault, and nothing is renamed."""
+    """The bytes of an output. Another number of them is an error of its producer, and nothing is renamed."""
     left = output.nbytes
     for block in output.blocks():
         left -= block.nbytes
@@ -144,7 +144,7 @@ def _index(shards: Sequence[_Shard]) -> bytes:
 
 
 def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json of the container, with the type of the new weights and without what said how the old were coded."""
+    """config.json of the container, with the type of the new weights and without the old quantization settings."""
     out = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
     for key in [key for key in ("torch_dtype", "dtype") if key in out] or ["torch_dtype"]:
         out[key] = _DTYPE_NAMES[dtype]

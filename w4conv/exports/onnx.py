@@ -1,4 +1,4 @@
-"""An ONNX model for onnxruntime, in the layout of onnxruntime-genai: the very codes in MatMulNBits, the rest as floats.
+"""An ONNX model for onnxruntime, in the layout of onnxruntime-genai: codes in MatMulNBits, the rest as floats.
 
     model.onnx          the graph: com.microsoft MatMulNBits, GroupQueryAttention, GatherBlockQuantized
     model.onnx.data     the weights, each tensor aligned to 64 bytes

@@ -1,4 +1,4 @@
-"""What the 4-bit formats of Hugging Face directories share: which tensors stay coded, in which groups, as words."""
+"""Shared by the 4-bit formats of Hugging Face directories: which tensors stay coded, in which groups, as words."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Id]]:
     """The files of a folder, links followed."""
     try:
         paths = sorted(folder.iterdir())
-    except OSError:  # told where it is read
+    except OSError:  # an error where it is read
         return
     for path in paths:
         status = _status(path)

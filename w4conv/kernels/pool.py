@@ -19,7 +19,7 @@ from w4conv.kernels.tiers import isa_tier
 
 def native_pool(threads: int | None) -> _native.Pool:
     """Threads that wait for work, shared by all calls of as many."""
-    isa_tier()  # so that a W4CONV_ISA that cannot run is told as such
+    isa_tier()  # an impossible W4CONV_ISA is an error of its own
     return _pool_of(thread_count(threads))
 
 

@@ -154,7 +154,7 @@ def _row(name: str, file: MappedFile, tensor: GgufTensor) -> npt.NDArray[np.floa
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
-    """The word for config.json: what the weights were before they were quantized is not recorded, F16 is usual."""
+    """The dtype for config.json. The type before quantization is not recorded; F16 is usual."""
     types = {t.tensor.type_name for t in stored.values() if len(t.tensor.shape) > 1}
     if "BF16" in types:
         return "bfloat16"

@@ -20,7 +20,7 @@ TOKEN_IDS: Final = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tensors that hold no weights, but what the frequencies of the rotary embedding are divided by.
+# Tensors that hold no weights, but divisors of the frequencies of the rotary embedding.
 ROPE_FACTORS: Final = "rope_freqs.weight"  # computed from the llama3 rope scaling, of which it is the only trace
 LONG_FACTORS: Final = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 # The published settings of llama3 rope scaling differ in `factor` and, rarely, in the original context.
@@ -89,7 +89,7 @@ def rebuild_config(
 
 
 def _settings(header: GgufHeader, name: str, config: Mapping[str, object]) -> dict[str, object]:
-    """What config.json has beyond the common keys, or in place of them."""
+    """Keys of config.json beyond the common ones, or in place of them."""
     arch = f"{name}."
     match name:
         case "llama":
@@ -274,7 +274,7 @@ def _llama3_scaling(
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float, context: int) -> Iterator[float]:
-    """By what each frequency is divided: 1 for short waves, `factor` for long ones, blended between."""
+    """The divisor of each frequency: 1 for short waves, `factor` for long ones, blended between."""
     for i in range(head_dim // 2):
         turns = context * theta ** (-2 * i / head_dim) / (2 * math.pi)
         blend = min(max((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0.0), 1.0)

@@ -1,7 +1,7 @@
 """tokenizer.json, tokenizer_config.json and chat_template.jinja, rebuilt from GGUF metadata.
 
-GGUF names how a text is cut before the merges (`tokenizer.ggml.pre`) but does not describe it: only names whose rules
-are known are rebuilt. A tokenizer that would be guesswork is left out, with a note; the weights convert without it.
+GGUF names the cut of a text before the merges (`tokenizer.ggml.pre`) but does not describe it: only names with known
+rules are rebuilt. Any other tokenizer is left out, with a note; the weights convert without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from w4conv.sources.vocabulary import (
     pieces_document,
 )
 
-# GGUF does not say which tokens swallow the spaces after them; the models that have such are known by name.
+# GGUF does not say which tokens take the spaces after them; models with such tokens are known by name.
 PHI3_NAMES: Final = ("phi-3", "phi3")
 PHI3_PLAIN: Final = ("<unk>", "<s>", "<|endoftext|>")
 ORIGINAL: Final = "tokenizer.huggingface.json"  # as some writers keep it

@@ -1,4 +1,4 @@
-"""What the packed formats share: raw tensors with checked types and shapes, nibbles, groups, scales."""
+"""Shared by the packed formats: raw tensors with checked types and shapes, nibbles, groups, scales."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class PackedTensor:
 
 
 class RawTensors:
-    """Tensors of the files as they are stored. `used` gathers the names that a format has made use of; `activations`
-    those that say how activations are rounded, which weights alone have no use for."""
+    """Tensors of the files as they are stored. `used`: names of tensors that a format has read; `activations`: names of
+    settings for rounded activations, which weights do not need."""
 
     def __init__(self, directory: Path, found: Mapping[str, tuple[MappedFile, Entry]]) -> None:
         self.directory = directory

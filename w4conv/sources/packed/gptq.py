@@ -7,8 +7,8 @@
 
     value = (code - zero point) * scale
 
-What the file holds decides, not what the config says of it: whether zero points are those of symmetric weights, and
-whether g_idx puts columns into another order.
+The file decides, not the config: whether zero points are those of symmetric weights, and whether g_idx puts columns
+into another order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 
 def _override(settings: Mapping[str, Any], module: str, raw: RawTensors) -> Mapping[str, Any]:
-    """The settings with what GPTQModel's `dynamic` says of a module: the first pattern that matches its beginning
+    """The settings of a module, with those of GPTQModel's `dynamic`: the first pattern that matches its beginning
     counts; "-:" before one means not quantized."""
     dynamic = settings.get("dynamic")
     for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():

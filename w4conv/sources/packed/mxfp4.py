@@ -75,7 +75,7 @@ def matrix(
 
 
 def scale_of(exponents: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8] | None) -> F32Array:
-    """What the levels are multiplied with. codes: (rows, columns), or None; a group of zeros needs no scale, and
+    """The scales of the levels. codes: (rows, columns), or None; a group of zeros needs no scale, and
     writers give it one that is no FP16 number."""
     scales: F32Array = np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS).astype(np.float32)
     if codes is not None:
