@@ -24,7 +24,7 @@ from w4conv.errors import InputError, UsageError
 from w4conv.files.mapped import MappedFile
 from w4conv.sources.huggingface import HuggingFaceSource
 from w4conv.sources.huggingface_files import read_sidecars
-from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, packed_tensor
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, packed_tensor, signed
 from w4conv.sources.reading import read_small
 from w4conv.sources.safetensors import Entry
 
@@ -136,7 +136,7 @@ def _tensor(node: NodeProto, raw: RawTensors, aliases: Mapping[str, str]) -> tup
         return both[:, :n_columns]
 
     def levels(rows: slice) -> npt.NDArray[np.generic]:
-        return unsigned(rows) if bits == 4 else np.ascontiguousarray(unsigned(rows) ^ np.uint8(0x80)).view(np.int8)
+        return signed(unsigned(rows), bits)
 
     tensor = packed_tensor(
         shape=(n_rows, n_columns),

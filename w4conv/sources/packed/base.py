@@ -152,6 +152,16 @@ def fields(words: Array, bits: int) -> npt.NDArray[np.uint8]:
     return out.astype(np.uint8).reshape(*unsigned.shape[:-1], -1)
 
 
+def signed(unsigned: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.generic]:
+    """Unsigned codes as the container has them: of 4 bits as they are, of 8 bits less 128, as int8."""
+    return unsigned if bits == 4 else np.ascontiguousarray(unsigned ^ np.uint8(0x80)).view(np.int8)
+
+
+def integer_kind(bits: int, *, symmetric: bool) -> str | None:
+    """The scheme of codes with a scale and a whole zero point; symmetric: which is the middle everywhere."""
+    return {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
+
+
 def scale_dtype(scales: F32Array) -> str:
     """ "f16" where every scale is a float16, else "f32"."""
     with np.errstate(over="ignore"):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from w4conv.arrays import F32Array
 from w4conv.errors import InputError
 from w4conv.sources.packed import fp8
-from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, packed_tensor
+from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, packed_tensor, signed
 
 CORRECT: Final = "transformers refuses it, or computes other weights. Correct config.json"
 FORMATS: Final = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")
@@ -162,7 +162,7 @@ def _packed(module: str, raw: RawTensors, sizes: set[int]) -> PackedTensor:
 
     def levels(rows: slice) -> npt.NDArray[np.generic]:
         unsigned = fields(raw.read(f"{module}.weight_packed")[rows], bits)[:, :n_columns]
-        return unsigned if bits == 4 else (unsigned ^ np.uint8(0x80)).view(np.int8)
+        return signed(unsigned, bits)
 
     return packed_tensor(
         shape=(n_rows, n_columns),

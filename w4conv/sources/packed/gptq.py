@@ -20,7 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.arrays import F32Array
-from w4conv.sources.packed.base import FLOATS, PackedTensor, RawTensors, fields, integer, packed_tensor
+from w4conv.sources.packed.base import (
+    FLOATS,
+    PackedTensor,
+    RawTensors,
+    fields,
+    integer,
+    integer_kind,
+    packed_tensor,
+    signed,
+)
 
 
 def find(settings: Mapping[str, Any], raw: RawTensors, *, zero15: int | None = None) -> dict[str, PackedTensor]:
@@ -121,20 +130,14 @@ def _tensor(module: str, raw: RawTensors, choice: Choice, *, v2: bool, zero15: i
         out: F32Array = levels * scales(rows)[:, group]
         return out
 
-    kind = None
-    if trivial and zeros.max() < 1 << bits:
-        kind = {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
-
-    def levels(rows: slice) -> npt.NDArray[np.generic]:
-        return (unsigned(rows) ^ np.uint8(0x80)).view(np.int8) if bits == 8 else unsigned(rows)
-
+    kind = integer_kind(bits, symmetric=symmetric) if trivial and zeros.max() < 1 << bits else None
     return packed_tensor(
         shape=(n_rows, n_columns),
         stored_as=f"gptq_{bits}bit_{'row' if group_size <= 0 else f'g{group_size}'}{'' if trivial else '_reordered'}",
         kind=kind,
         group_size=size if group_size > 0 else None,
         scales=scales,
-        levels=levels,
+        levels=lambda rows: signed(unsigned(rows), bits),
         zero_points=(lambda rows: np.ascontiguousarray(zeros.T[rows]).astype(np.uint8)) if kind == "int4z" else None,
         values=gathered,
     )

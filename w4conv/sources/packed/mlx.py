@@ -28,7 +28,9 @@ from w4conv.sources.packed.base import (
     RawTensors,
     fields,
     integer,
+    integer_kind,
     packed_tensor,
+    signed,
     whole_zero_points,
 )
 
@@ -93,19 +95,14 @@ def _tensor(module: str, raw: RawTensors, bits: int, group_size: int) -> PackedT
     middle = 1 << (bits - 1)
     kind = "int4o" if bits == 4 else None
     if zeros is not None:
-        symmetric = bool((zeros == middle).all())
-        kind = {(4, True): "int4", (4, False): "int4z", (8, True): "int8"}.get((bits, symmetric))
-
-    def levels(rows: slice) -> npt.NDArray[np.generic]:
-        return (unsigned(rows) ^ np.uint8(0x80)).view(np.int8) if bits == 8 else unsigned(rows)
-
+        kind = integer_kind(bits, symmetric=bool((zeros == middle).all()))
     return packed_tensor(
         shape=(n_rows, n_columns),
         stored_as=f"mlx_{bits}bit_g{group_size}",
         kind=kind,
         group_size=group_size,
         scales=scales,
-        levels=levels,
+        levels=lambda rows: signed(unsigned(rows), bits),
         zero_points=(lambda rows: zeros[rows]) if zeros is not None and kind == "int4z" else None,
         offsets=biases if kind == "int4o" else None,
         values=affine,
