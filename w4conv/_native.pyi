@@ -136,6 +136,7 @@ def search_scales(
     multipliers: npt.NDArray[np.float32],
     grid: Grid,
     steps: npt.NDArray[np.float32],
+    around: bool,
     scales: npt.NDArray[np.float32],
     qmins: npt.NDArray[np.float32],
     errors: npt.NDArray[np.float32],
@@ -192,8 +193,8 @@ class Model:
         o: npt.NDArray[np.float32],
         gate_up: npt.NDArray[np.float32],
         down: npt.NDArray[np.float32],
+        from_: int,
         until: int,
-        after_attention: bool,
     ) -> None: ...
 
 def new_model(config: ModelConfig, threads: int) -> Model: ...

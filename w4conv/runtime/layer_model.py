@@ -45,7 +45,6 @@ class LayerModel:
         kv: str = "f16",
     ) -> None:
         self._spec, self._kv = spec, kv
-        self._routed = spec.routed(layer)
         self._model = NativeModel(spec, [layer], threads=threads, activations=activations)
         for t in spec.layer_tensors(layer):
             if t.role in ("norm", "bias"):
@@ -53,6 +52,9 @@ class LayerModel:
             else:
                 self._model.set_matrix(t, 0, matrices[t.local_name])
         self._model.native.check_shapes()
+        inner = 0 if spec.routed(layer) else spec.intermediate_size
+        widths = (spec.hidden_size, spec.n_heads * spec.head_dim, spec.hidden_size, inner)
+        self._widths = dict(zip(Captured._fields, widths, strict=True))
 
     def run(self, hidden: F32Array, *, capture: bool = False, after_attention: bool = False) -> Captured | None:
         """Take one sequence (n_tokens, padded hidden_size) through the layer, in place.
@@ -60,7 +62,8 @@ class LayerModel:
         capture: return copies of the inputs of its linear layers. after_attention: `hidden` has already passed the
         attention block, in `observe` at gate_up.
         """
-        captured = self._run(hidden, Captured._fields if capture else (), Captured._fields[-1], after_attention)
+        start = "gate_up" if after_attention else "qkv"
+        captured = self._run(hidden, self._rows(hidden, Captured._fields if capture else ()), start, "down")
         return Captured(**captured) if capture else None
 
     def observe(self, hidden: F32Array, hook: str, *, after_attention: bool = False) -> F32Array:
@@ -69,31 +72,38 @@ class LayerModel:
         `hidden` is unchanged at qkv. It has passed the attention block at o and gate_up, the whole layer at down.
         after_attention: as in `run`.
         """
-        return self._run(hidden, (hook,), hook, after_attention)[hook]
+        return self._run(hidden, self._rows(hidden, (hook,)), "gate_up" if after_attention else "qkv", hook)[hook]
 
-    def _run(self, hidden: F32Array, wanted: Sequence[str], last: str, after_attention: bool) -> dict[str, F32Array]:
-        n, spec = len(hidden), self._spec
-        of_heads = spec.n_heads * spec.head_dim
-        inner = 0 if self._routed else spec.intermediate_size
-        widths = dict(zip(Captured._fields, (spec.hidden_size, of_heads, spec.hidden_size, inner), strict=True))
-        captured = {
-            hook: np.empty((n if hook in wanted else 0, padded_width(w)), np.float32) for hook, w in widths.items()
-        }
-        until = {"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last]
+    def resume(self, hidden: F32Array, hook: str, rows: F32Array) -> F32Array | None:
+        """Take one sequence on from the rows at a hook, o or down, which `observe` gave for this `hidden`: through the
+        linear layer that reads them, to the end of the block. At o, returns the rows at gate_up.
+        """
+        at = self._rows(hidden, (hook, "gate_up") if hook == "o" else (hook,))
+        at[hook][:, : rows.shape[1]] = rows
+        at[hook][:, rows.shape[1] :] = 0
+        return self._run(hidden, at, hook, "gate_up" if hook == "o" else "down").get("gate_up")
+
+    def _rows(self, hidden: F32Array, hooks: Sequence[str]) -> dict[str, F32Array]:
+        """Room for the rows at some hooks."""
+        return {hook: np.empty((len(hidden), padded_width(self._widths[hook])), np.float32) for hook in hooks}
+
+    def _run(self, hidden: F32Array, rows: dict[str, F32Array], start: str, last: str) -> dict[str, F32Array]:
+        """rows: padded; those at o or down, where it starts there, are given. Returns them without their padding."""
+        n, nowhere = len(hidden), np.empty((0, TILE_ROWS), np.float32)
         session = self._model.native.session(n, self._kv)
         self._model.reach(n)
-        session.rope_offset = spec.rope_set(n) * len(spec.ropes)
-        for start in range(0, n, kernels.PASS_TOKENS):
-            piece = slice(start, min(start + kernels.PASS_TOKENS, n))
+        session.rope_offset = self._spec.rope_set(n) * len(self._spec.ropes)
+        for first in range(0, n, kernels.PASS_TOKENS):
+            piece = slice(first, min(first + kernels.PASS_TOKENS, n))
             self._model.native.run_layer(
                 session,
                 0,
                 hidden[piece],
-                **{hook: c[piece] for hook, c in captured.items()},
-                until=until,
-                after_attention=after_attention,
+                **{hook: rows[hook][piece] if hook in rows else nowhere for hook in Captured._fields},
+                from_=Captured._fields.index(start),
+                until={"qkv": 0, "o": 1, "gate_up": 1, "down": 2}[last],
             )
-        return {hook: captured[hook][:, : widths[hook]] for hook in wanted}
+        return {hook: found[:, : self._widths[hook]] for hook, found in rows.items()}
 
 
 class HeadModel:

@@ -234,12 +234,13 @@ struct RowDifference {
 };
 
 // The levels that weights over their scale are rounded to: integers from a lowest one, that of their group, to that + span;
-// or 16 of a codebook, ascending, with what lies between each and the next, and the shift of their group added.
+// or 16 of a codebook, ascending, and the shift of their group added. tree: the middles between a level and the next, as a
+// binary search meets them: of node i, the sons are 2i and 2i + 1, the root is 1.
 struct Grid {
   float span;
   bool is_asymmetric;  // the lowest integer is for the search to find; else it is the same everywhere
   bool is_codebook;
-  float levels[16], middles[15];
+  float levels[16], tree[16];
   float top_level() const { return -levels[0] > levels[15] ? -levels[0] : levels[15]; }
 };
 constexpr float kTopScale = 31;  // a scale in steps is one of -31 to 31 of them
@@ -311,8 +312,8 @@ struct Kernels : DotKernels {
   void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid,
                  int n_rounds, const float* steps, float* scales, const float* qmins, int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                        int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins,
-                        float* errors, float* acc);
+                        int64_t n_multipliers, const Grid& grid, const float* steps, bool around, float* scales,
+                        float* qmins, float* errors, float* acc);
   // GEMM of panels, and the parts of a factor that are no GEMM.
   void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
   int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);

@@ -244,14 +244,17 @@ float* capture_rows(const MutableFloatRows& rows, int64_t n, int64_t width) {
 }
 
 void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloatRows& x, const MutableFloatRows& qkv,
-               const MutableFloatRows& o, const MutableFloatRows& gate_up, const MutableFloatRows& down, int until,
-               bool after_attention) {
+               const MutableFloatRows& o, const MutableFloatRows& gate_up, const MutableFloatRows& down, int from,
+               int until) {
   const ModelConfig& c = m.model.config();
   const auto n = static_cast<int64_t>(x.shape(0));
   require(layer >= 0 && layer < c.n_layers(), "no such layer");
   require(n > 0 && n <= Model::kMaxTokens, "too many tokens in one call, or none");
   require(static_cast<int64_t>(x.shape(1)) == pad_to(c.hidden_size, kTileRows), "x: rows are not padded to 16");
+  require(from >= 0 && from <= static_cast<int>(From::kDown), "from: no such hook");
   require(until >= 0 && until <= static_cast<int>(Until::kEnd), "until: no such hook");
+  require(from != static_cast<int>(From::kOutput) || o.shape(0) > 0, "from o: without its rows");
+  require(from != static_cast<int>(From::kDown) || down.shape(0) > 0, "from down: without its rows");
   const WithoutGil without_gil;
   const auto lock = m.lock();
   require_ready(m, session);
@@ -260,8 +263,8 @@ void run_layer(BoundModel& m, Session& session, int64_t layer, const MutableFloa
                         capture_rows(o, n, c.n_heads * c.head_dim),
                         capture_rows(gate_up, n, c.hidden_size),
                         capture_rows(down, n, m.model.layer(layer).mlp.down.weight.n_columns),
-                        static_cast<Until>(until),
-                        after_attention};
+                        static_cast<From>(from),
+                        static_cast<Until>(until)};
   m.model.run_layer(layer, session, n, x.data(), capture);
   if (layer + 1 == c.n_layers()) session.advance(n);
 }
@@ -344,8 +347,8 @@ void register_engine(nb::module_& m) {
       .def("part_seconds", &part_seconds)
       .def("forward", &forward, "session"_a, "tokens"_a, "logits"_a)
       .def("finish", &finish, "x"_a, "logits"_a)
-      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a,
-           "after_attention"_a);
+      .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "from_"_a,
+           "until"_a);
   m.def("new_model", &new_model, "config"_a, "threads"_a, nb::rv_policy::take_ownership);
 }
 

@@ -210,16 +210,23 @@ void Model::run_layer(int64_t i, Session& session, int64_t n, float* x, const Ca
   const int64_t hidden = config_.hidden_size;
   const Run run{layer, n, {x, padded(hidden)}, rows(normed_, n, hidden), rows(out_, n, hidden)};
 
-  if (!capture.after_attention) {
-    attention_block(run, config_.layers[i], session, session.reserve(i, session.n_tokens() + n), capture);
+  if (capture.from == From::kDown) {
+    multiply_rows(mlp.down, {capture.down, padded(mlp.down.weight.n_columns)}, n, run.out);
+    each_token(n, [&](int64_t m) { residual_add(run, mlp.down, layer.mlp_out_norm, m); });
+    return;
   }
-  if (capture.until == Until::kAttentionInputs) return;
+  if (capture.from == From::kStart) {
+    attention_block(run, config_.layers[i], session, session.reserve(i, session.n_tokens() + n), capture);
+    if (capture.until == Until::kAttentionInputs) return;
+  } else if (capture.from == From::kOutput) {
+    multiply_rows(layer.o, {capture.o, padded(layer.o.weight.n_columns)}, n, run.out);
+  }
 
   const bool routed = !layer.experts.empty();
   const Linear& first = routed ? layer.router : mlp.gate_up.is_defined() ? mlp.gate_up : mlp.gate;
   inputs_.plan(n, hidden, {&first.weight, &mlp.up.weight});
   each_token(n, [&](int64_t m) {
-    if (!capture.after_attention) residual_add(run, layer.o, layer.attention_out_norm, m);
+    if (capture.from != From::kFeedForward) residual_add(run, layer.o, layer.attention_out_norm, m);
     pre_norm(run, layer.mlp_norm, m);
   });
   copy_rows(capture.gate_up, run.normed.data, n * run.normed.stride);
@@ -290,6 +297,13 @@ void Model::attention_block(const Run& run, const LayerConfig& c, Session& sessi
   });
   copy_rows(capture.o, attended.data, n * attended.stride);
   multiply({{&layer.o, run.out}});
+}
+
+// out = linear(x), without its bias. x: padded with zeros.
+void Model::multiply_rows(const Linear& linear, Rows x, int64_t n, Rows out) {
+  inputs_.plan(n, linear.weight.n_columns, {&linear.weight});
+  each_token(n, [&](int64_t m) { inputs_.put(kernels_, x[m], m); });
+  multiply({{&linear, out}});
 }
 
 // Attention of the queries q of n tokens from position start on. The queries of a KV head and of some tokens are a block:

@@ -98,19 +98,20 @@ class Session {
   std::vector<KvCache> layers_;
 };
 
-// How far a layer is run.
+// From where to where a layer is run. kOutput, kDown: from the inputs of o or mlp.down, which are given; the hidden rows
+// that come in are those before the block. kFeedForward: from the hidden rows behind the attention block.
+enum class From { kStart, kOutput, kFeedForward, kDown };
 enum class Until { kAttentionInputs, kFeedForwardInputs, kEnd };
 
 // The hooks of a layer, where it puts a copy of the rows that its GEMMs read: n rows each, padded to 16 floats. Null: not
-// wanted. after_attention: the hidden rows that come in are those behind the attention block; only what follows is to be
-// done.
+// wanted. At kOutput and kDown the rows of that hook are read instead.
 struct Capture {
   float* qkv = nullptr;      // hidden_size
   float* o = nullptr;        // n_heads * head_dim
   float* gate_up = nullptr;  // hidden_size; the router's too
   float* down = nullptr;     // inputs of mlp.down
+  From from = From::kStart;
   Until until = Until::kEnd;
-  bool after_attention = false;
 };
 
 class Model {
@@ -165,6 +166,7 @@ class Model {
     });
   }
   void multiply(const std::vector<Gemm>& gemms, Part part = Part::kGemm);
+  void multiply_rows(const Linear& linear, Rows x, int64_t n, Rows out);
   void embed(int32_t token, float* out) const;
   void normalize(const Norm& norm, const float* x, int64_t n, float* out) const;
   void pre_norm(const Run& run, const Norm& norm, int64_t m);

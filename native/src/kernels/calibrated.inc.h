@@ -70,11 +70,14 @@ inline vf rounded(vf x, vf low, vf high) {
 }
 
 // The levels of a Grid. nearest: that of x / scale, of integers from `low` on, or of a codebook's levels, `low` added; 0
-// where the scale is 0. Codes of a codebook count its levels from the lowest; integers are their own.
+// where the scale is 0. divisor: made of the scale once, for many x. Codes of a codebook count its levels from the lowest;
+// integers are their own.
 struct IntegerLevels {
-  const Grid& grid;
-  vf nearest(vf x, vf scale, vf low) const {
-    const vf level = rounded(x / scale, low, low + splat(grid.span));
+  float span;
+  explicit IntegerLevels(const Grid& grid) : span(grid.span) {}
+  static vf divisor(vf scale) { return scale; }
+  vf nearest(vf x, vf scale, vf divisor, vf low) const {
+    const vf level = rounded(x / divisor, low, low + splat(span));
     return select((vi)(scale == vf{}), vf{}, level);
   }
   float level(int8_t code, float) const { return code; }
@@ -82,19 +85,21 @@ struct IntegerLevels {
 };
 struct TableLevels {
   const Grid& grid;
-  vf nearest(vf x, vf scale, vf low) const {
-    const vf wanted = x * (splat(1.0f) / scale) - low;
-    vf level = splat(grid.levels[0]);
-    for (int i = 0; i < 15; i++) level = select((vi)(wanted > splat(grid.middles[i])), splat(grid.levels[i + 1]), level);
-    return select((vi)(scale == vf{}), vf{}, level + low);
+  Levels levels, middles;
+  explicit TableLevels(const Grid& g) : grid(g), levels(g.levels), middles(g.tree) {}
+  static vf divisor(vf scale) { return splat(1.0f) / scale; }
+  // How many middles are below: a binary search, four steps down a tree.
+  vi index(vf wanted) const {
+    vi node = 2 - (vi)(wanted > splat(grid.tree[1]));
+    node = node + node - (vi)(wanted > middles.of_low(node));
+    node = node + node - (vi)(wanted > middles.of_low(node));
+    return node + node - (vi)(wanted > middles.of_high(node)) - 16;
+  }
+  vf nearest(vf x, vf scale, vf divisor, vf low) const {
+    return select((vi)(scale == vf{}), vf{}, levels.of(index(x * divisor - low)) + low);
   }
   float level(int8_t code, float low) const { return grid.levels[code] + low; }
-  vf codes(vf levels, vf low) const {
-    vf code{};
-    for (int i = 0; i < 15; i++)
-      code = select((vi)(levels - low > splat(grid.middles[i])), splat(static_cast<float>(i + 1)), code);
-    return code;
-  }
+  vf codes(vf levels_, vf low) const { return __builtin_convertvector(index(levels_ - low), vf); }
 };
 // A scale as it is stored: FP16, or, where there are steps, a whole number of them.
 struct ScaleGrid {
@@ -168,7 +173,8 @@ void gptq_round(const float* w, int64_t n, int64_t n_rows, const int32_t* group,
     const auto step = [&](int64_t j, int64_t r, vf fed) {
       const int64_t at = in_tiles(n, j, r), of_group = in_tiles(n_groups, group[j], r);
       const vf scale = load(scales + of_group), original = load(w + at);
-      const vf low = load(qmins + of_group), level = levels.nearest(original + fed, scale, low);
+      const vf low = load(qmins + of_group);
+      const vf level = levels.nearest(original + fed, scale, levels.divisor(scale), low);
       const vf code = levels.codes(level, low);
       for (int i = 0; i < kLanes; i++) q[at + i] = static_cast<int8_t>(code[i]);
       return original - level * scale;
@@ -222,7 +228,7 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
       float* const of = level + begin * kChunkRows;
       clear(along, width * kChunkRows);
       spread(own, n, of, width, width, n_rows, along);
-      alignas(64) float scale[kChunkRows];
+      alignas(64) float scale[kChunkRows], divisor[kChunkRows];
       for (int64_t r = 0; r < n_rows; r += kLanes) {
         vf gain = {}, curvature = {};
         for (int64_t k = 0; k < width; k++) {
@@ -237,6 +243,7 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
         best = select((vi)(curvature > vf{}) & (vi)(best - best == vf{}) & (vi)(best != vf{}), best, before);
         store(of_group, best);
         store(scale + r, best);
+        store(divisor + r, levels.divisor(best));
         for (int64_t k = 0; k < width; k++) {
           const int64_t at = k * kChunkRows + r;
           store(near + at, fma(before - best, load(along + at), load(slope + begin * kChunkRows + at)));
@@ -247,7 +254,7 @@ void refine_on(Levels levels, const float* w, int64_t n, int64_t n_rows, int64_t
         float* const p = of + j * kChunkRows + r;
         const vf best = load(scale + r), before = load(p);
         const vf low = load(qmins + in_tiles(n_groups, g, r));
-        const vf after = levels.nearest(before * best + at_j / splat(own[j * n + j]), best, low);
+        const vf after = levels.nearest(before * best + at_j / splat(own[j * n + j]), best, load(divisor + r), low);
         store(p, after);
         return (before - after) * best;
       });
@@ -280,11 +287,11 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
 
 template <class Levels>
 void search_on(Levels levels, const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-               int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
-               float* acc) {
+               int64_t n_multipliers, const Grid& grid, const float* steps, bool around, float* scales, float* qmins,
+               float* errors, float* acc) {
   constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
-  alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows];
-  alignas(64) float scale[kChunkRows], low[kChunkRows], error[kChunkRows];
+  alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows], start[kTileRows];
+  alignas(64) float scale[kChunkRows], divisor[kChunkRows], low[kChunkRows], error[kChunkRows];
   const ScaleGrid stored{steps};
   const float top = (grid.span + 1.0f) / 2.0f;
   const vf lowest = grid.is_codebook ? vf{} : splat(-top);
@@ -295,7 +302,10 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       largest = select((vi)(x > largest), x, largest);
       smallest = select((vi)(x < smallest), x, smallest);
     }
-    if (grid.is_asymmetric) {
+    if (around) {
+      store(high + r, load(scales + r));
+      store(start + r, load(qmins + r));
+    } else if (grid.is_asymmetric) {
       store(high + r, select((vi)(largest > vf{}), largest, vf{}));
       store(below + r, select((vi)(smallest < vf{}), smallest, vf{}));
     } else {
@@ -314,10 +324,14 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
     for (int64_t r = 0; r < n_rows; r += kLanes) {
       const float* const m = multipliers + 2 * (first + r / kTileRows);
       const vf above = load(high + r % kTileRows) * splat(m[0]), under = load(below + r % kTileRows) * splat(m[1]);
-      const vf candidate = stored.round(grid.is_asymmetric ? (above - under) / splat(grid.span) : above, r % kTileRows);
+      const vf candidate =
+          stored.round(grid.is_asymmetric && !around ? (above - under) / splat(grid.span) : above, r % kTileRows);
       store(scale + r, candidate);
+      store(divisor + r, levels.divisor(candidate));
       vf own_lowest = lowest;
-      if (grid.is_asymmetric) {
+      if (around) {
+        own_lowest = load(start + r % kTileRows);
+      } else if (grid.is_asymmetric) {
         own_lowest = select((vi)(candidate == vf{}), lowest, -rounded(-under / candidate, vf{}, splat(grid.span)));
       } else if (grid.is_codebook) {
         own_lowest = splat(m[1]);
@@ -327,7 +341,7 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
     clear(error, n_rows);
     const auto step = [&](int64_t j, int64_t r, vf fed) {
       const vf original = load(w + j * kTileRows + r % kTileRows), wanted = original + fed;
-      const vf restored = levels.nearest(wanted, load(scale + r), load(low + r)) * load(scale + r);
+      const vf restored = levels.nearest(wanted, load(scale + r), load(divisor + r), load(low + r)) * load(scale + r);
       const vf left = wanted - restored;
       store(error + r, fma(left * left, splat(pivots[j]), load(error + r)));
       return original - restored;
@@ -356,15 +370,16 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
 }
 
 // Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
-// round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with
-// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and the shift of a
-// codebook; on an asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats.
-// steps: 16, or null. scales, qmins, errors: 16.
+// round-to-nearest, or, where `around`, of what scales and qmins come in with, the first with the least
+// sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with feedback as above inside the group, or none where
+// `factor` is null. multipliers: of the scale, and the shift of a codebook, or with `around` of the scale alone; on an
+// asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. steps: 16, or null.
+// scales, qmins, errors: 16.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                   int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
-                   float* acc) {
+                   int64_t n_multipliers, const Grid& grid, const float* steps, bool around, float* scales, float* qmins,
+                   float* errors, float* acc) {
   on(grid, [&](auto levels) {
-    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, steps, scales, qmins, errors, acc);
+    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, steps, around, scales, qmins, errors, acc);
   });
 }
 

@@ -121,4 +121,7 @@ struct Levels {
     return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
                                 (__m256)_mm256_slli_epi32(i, 28));
   }
+  // Where it is known that index is below 8, or from 8 on.
+  vf of_low(vi index) const { return (vf)_mm256_permutevar8x32_ps(low, (__m256i)index); }
+  vf of_high(vi index) const { return (vf)_mm256_permutevar8x32_ps(high, (__m256i)index); }
 };

@@ -90,4 +90,6 @@ struct Levels {
   __m512 all;
   explicit Levels(const float* p) : all(_mm512_loadu_ps(p)) {}
   vf of(vi index) const { return (vf)_mm512_permutexvar_ps((__m512i)index, all); }
+  vf of_low(vi index) const { return of(index); }
+  vf of_high(vi index) const { return of(index); }
 };

@@ -128,4 +128,6 @@ struct Levels {
     for (int i = 0; i < kLanes; i++) out[i] = levels[index[i] & 15];
     return out;
   }
+  vf of_low(vi index) const { return of(index); }
+  vf of_high(vi index) const { return of(index); }
 };
