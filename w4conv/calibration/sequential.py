@@ -27,6 +27,7 @@ from w4conv.sources.base import Source
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as in the container
 
 TIED_SHARE: Final = 4  # the inputs of a tied head are observed on one sequence in so many
+_SAVED_NBYTES: Final = 1 << 28
 QUERY_SHARE: Final = 4  # the second moments of queries are taken over one sequence in so many
 
 
@@ -90,14 +91,18 @@ class SequentialCalibrator(Calibrator):
             targets = self._targets(model, original)
             query_moments = self._query_moments(layer, linears, vectors, targets["qkv"][::QUERY_SHARE])
             hooks = Captured._fields
+        saved: list[F32Array] = []
         for hook in hooks:
             model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
-            observed = self._observe(model, hook, hidden, targets)
+            observed = self._observe(model, hook, hidden, targets, saved)
             for part in (part for part in linears if READS[part] == hook):
                 matrices[part] = self._round(linears[part], observed, query_moments.get(part))
         model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
-        for sequence in hidden:
-            model.run(sequence, after_attention=len(hooks) > 0)
+        for i, sequence in enumerate(hidden):
+            if saved:
+                model.resume(sequence, "down", saved[i])
+            else:
+                model.run(sequence, after_attention=len(hooks) > 0)
 
     def _load(self, layer: int) -> tuple[dict[str, TensorSpec], dict[str, Matrix], dict[str, F32Array]]:
         """The matrices of a layer: what they are, their original values; and its vectors."""
@@ -136,17 +141,28 @@ class SequentialCalibrator(Calibrator):
         rope_average = RopeAverage(spec, layer, inputs.shape[1])
         return {"k_proj": np.stack([rope_average.mean(m.matrix()) for m in queries])}
 
-    def _observe(self, model: LayerModel, hook: str, hidden: F32Array, targets: dict[str, F32Array]) -> Observed:
+    def _observe(
+        self, model: LayerModel, hook: str, hidden: F32Array, targets: dict[str, F32Array], saved: list[F32Array]
+    ) -> Observed:
         """model: quantized before `hook`, original from there. At gate_up, `hidden` advances past the attention block;
-        at down it already has."""
+        at down it already has. saved: the rows at o or down of each sequence, from which the quantized layer goes on;
+        none where they are too large, and are computed again."""
         # A norm between the outputs and the residual add hides the output residual: then it counts as zero.
         out_norm = {"o": "attention_out_norm", "down": "mlp_out_norm"}.get(hook)
         share = np.float32(0 if out_norm in self._spec.norms else 1 / self._spec.residual_scale)
 
+        before = list(saved)
+        saved.clear()
+
         def pairs() -> Iterator[tuple[F32Array, F32Array]]:
             for i, sequence in enumerate(hidden):
                 after = sequence if hook == "gate_up" else sequence.copy()
-                rows = model.observe(after, hook, after_attention=hook == "down")
+                if hook == "gate_up" and before:
+                    rows = model.resume(after, "o", before[i])
+                else:
+                    rows = model.observe(after, hook, after_attention=hook == "down")
+                if hook in ("o", "down") and len(hidden) * rows.nbytes <= _SAVED_NBYTES:
+                    saved.append(rows)
                 if hook in NORMED_HOOKS:
                     yield rows, targets[hook][i] - rows
                 else:

@@ -74,14 +74,15 @@ class LayerModel:
         """
         return self._run(hidden, self._rows(hidden, (hook,)), "gate_up" if after_attention else "qkv", hook)[hook]
 
-    def resume(self, hidden: F32Array, hook: str, rows: F32Array) -> F32Array | None:
+    def resume(self, hidden: F32Array, hook: str, rows: F32Array) -> F32Array:
         """Take one sequence on from the rows at a hook, o or down, which `observe` gave for this `hidden`: through the
-        linear layer that reads them, to the end of the block. At o, returns the rows at gate_up.
+        linear layer that reads them, to the end of the block. Returns the rows at gate_up after o, else `rows`.
         """
         at = self._rows(hidden, (hook, "gate_up") if hook == "o" else (hook,))
         at[hook][:, : rows.shape[1]] = rows
         at[hook][:, rows.shape[1] :] = 0
-        return self._run(hidden, at, hook, "gate_up" if hook == "o" else "down").get("gate_up")
+        last = "gate_up" if hook == "o" else "down"
+        return self._run(hidden, at, hook, last)[last]
 
     def _rows(self, hidden: F32Array, hooks: Sequence[str]) -> dict[str, F32Array]:
         """Room for the rows at some hooks."""
