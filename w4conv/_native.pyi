@@ -136,7 +136,6 @@ def search_scales(
     multipliers: npt.NDArray[np.float32],
     grid: Grid,
     steps: npt.NDArray[np.float32],
-    around: bool,
     scales: npt.NDArray[np.float32],
     qmins: npt.NDArray[np.float32],
     errors: npt.NDArray[np.float32],

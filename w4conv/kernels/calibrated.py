@@ -105,25 +105,21 @@ def search_scales(
     *,
     grid: codes.Grid,
     steps: F32Array | None = None,
-    around: tuple[F32Array, F32Array] | None = None,
     threads: int | None = None,
 ) -> tuple[F32Array, F32Array, F32Array]:
     """Scales, q_min and errors, each (n_tiles, n_groups, 16). Bit for bit `reference_gptq.search_scales`.
 
     w: (n_tiles, n_columns, 16); factors: (n_groups, group_size, group_size) as `factor` gives them, or None; pivots:
-    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`; around: scales and q_min to start from, in
-    place of those of round-to-nearest, of which multipliers[:, 0] make candidates. A last group of n < group_size columns has its
+    (n_columns,); multipliers: (n_candidates, 2); steps: as in `refine`. A last group of n < group_size columns has its
     factor (n, n) in the first n * n values.
     """
     if factors is None:
         factors = np.empty((0, group_size, group_size), np.float32)
     shape = (w.shape[0], -(-w.shape[1] // group_size), TILE_ROWS)
     scales, q_min, errors = (np.empty(shape, np.float32) for _ in range(3))
-    if around is not None:
-        scales[...], q_min[...] = around
     _native.search_scales(
         native_pool(threads), w, group_size, factors, pivots, multipliers, _native_grid(grid), _native_steps(steps),
-        around is not None, scales, q_min, errors,
+        scales, q_min, errors,
     )  # fmt: skip
     return scales, q_min, errors
 

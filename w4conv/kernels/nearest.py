@@ -49,21 +49,20 @@ def nearest_parts(
 
 def steps_of(
     tiles: F32Array, pivots: F32Array, group_size: int, grid: codes.Grid, *, threads: int | None = None
-) -> tuple[F32Array, F32Array, F32Array]:
+) -> F32Array:
     """The step of the scales of each row, (n_tiles, 16), an FP16 number: TOP_SCALE steps are the largest scale of the
-    row, as a search by few candidates finds it; and what that finds, unrounded scales and shifts (n_tiles, n_groups,
-    16).
+    row, as a search by few candidates finds it.
 
     tiles: weights (n_tiles, n_columns, 16); pivots: weights of the columns' errors, (n_columns,). Raises BadValueError
     for a scale beyond FP16.
     """
     candidates = np.array(STEPPING, np.float32)
-    scales, shifts, errors = search_scales(tiles, group_size, None, pivots, candidates, grid=grid, threads=threads)
+    scales, _, errors = search_scales(tiles, group_size, None, pivots, candidates, grid=grid, threads=threads)
     if beyond := np.argwhere(np.isinf(errors)).tolist():
         tile, group, row = beyond[0]
         raise BadValueError("a scale beyond FP16", tile * TILE_ROWS + row, group * group_size)
     step = (np.abs(scales).max(axis=1, initial=0) / np.float32(TOP_SCALE)).astype(np.float16)
-    return np.asarray(step, np.float32), scales, shifts
+    return np.asarray(step, np.float32)
 
 
 def _quantize_shifted(w: F32Array, scheme: QuantScheme, threads: int | None) -> PackedRows:
@@ -79,7 +78,7 @@ def _quantize_shifted(w: F32Array, scheme: QuantScheme, threads: int | None) -> 
         scales_, supers = (np.zeros((len(tiles), n, TILE_ROWS), np.uint8) for n in (n_groups, int(n_groups > 0)))
         return PackedRows(empty, scales_, None, 0, supers.astype(np.float16))
     pivots = np.ones(n_columns, np.float32)
-    steps, _, _ = steps_of(tiles, pivots, size, grid, threads=threads)
+    steps = steps_of(tiles, pivots, size, grid, threads=threads)
     scales, shifts, _ = search_scales(
         tiles, size, None, pivots, np.array(SHIFTED, np.float32), grid=grid, steps=steps, threads=threads
     )

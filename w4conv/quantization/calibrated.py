@@ -43,8 +43,6 @@ METHODS: Final = {
 DAMPING_PERCENT: Final = 100
 # Scales tried, in steps of 5 % of that of round-to-nearest, each with both signs: -8 reaches further than 7.
 MULTIPLIERS: Final = tuple((sign * (100 - 5 * i) / 100, 0) for i in range(9) for sign in (1, -1))
-# With shifts, before column updates: of the scale found to the nearest level, whose shift and sign stay.
-NEARBY: Final = tuple((m / 100, 0) for m in (100, 92, 108, 84, 116, 76, 124))
 # Asymmetric: factors of the largest and the smallest value, together and each by itself.
 SHRINKS: Final = (
     *((1 - i / 20, 1 - i / 20) for i in range(9)),
@@ -377,17 +375,15 @@ class _Problem:
         n, size = self._w.shape[1], self._size
         squares = np.ascontiguousarray(np.diag(self._inputs.fit))
         groups = self._inputs.groups(size) if whole else GroupFactors(np.arange(n), None, squares)
-        steps = around = None
+        steps = None
         if self._grid.shifts:
             try:
-                steps, *coarse = kernels.steps_of(tiles, squares, size, self._grid, threads=self._threads)
+                steps = kernels.steps_of(tiles, squares, size, self._grid, threads=self._threads)
             except kernels.BadValueError as error:
                 raise self._scale_error(error.row, error.column) from None
-            if whole:
-                around, multipliers = (coarse[0], coarse[1]), np.array(NEARBY, np.float32)
         scales, q_min, errors = kernels.search_scales(
             np.ascontiguousarray(tiles[:, groups.order]), size, groups.factors, groups.pivots, multipliers,
-            grid=self._grid, steps=steps, around=around, threads=self._threads,
+            grid=self._grid, steps=steps, threads=self._threads,
         )  # fmt: skip
         if np.isinf(errors).any():
             tile, group, row = np.argwhere(np.isinf(errors))[0].tolist()

@@ -168,14 +168,13 @@ def refine(
 
 def search_scales(
     w: F32Array, unit: F32Array | None, pivots: F32Array, multipliers: F32Array, grid: Grid,
-    steps: F32Array | None = None, around: tuple[F32Array, F32Array] | None = None,
+    steps: F32Array | None = None,
 ) -> tuple[F32Array, F32Array, F32Array]:  # fmt: skip
     """Scale, q_min and error of one group (n_rows, n), each (n_rows,).
 
     Each pair of multipliers (n_candidates, 2) gives a candidate. Symmetric: the unrounded scale of round-to-nearest
     times the first, as it is stored; the second is the shift of a codebook. Asymmetric: round-to-nearest of the largest
-    value times the first and the smallest times the second. With `around`, a scale and q_min of each row, candidates
-    are that scale times the first, and q_min stays. Candidates beyond FP16 are left out. The first with the
+    value times the first and the smallest times the second. Candidates beyond FP16 are left out. The first with the
     least sum_j pivots[j] r_j^2 wins; r_j is the error of column j at its target, with GPTQ's column update, or without
     `unit` to the nearest level.
     """
@@ -188,9 +187,7 @@ def search_scales(
     for first, second in multipliers:
         lowest = np.full(len(w), grid.q_min, np.float32)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            if around is not None:
-                scale, lowest = stored_scale(around[0] * first, steps), around[1]
-            elif grid.is_asymmetric:
+            if grid.is_asymmetric:
                 above, under = np.maximum(largest, 0) * first, np.minimum(smallest, 0) * second
                 scale = stored_scale((above - under) / np.float32(grid.span), steps)
                 lowest = np.where(scale == 0, lowest, -np.rint(np.clip(-under / scale, 0, grid.span))).astype(

@@ -312,8 +312,8 @@ struct Kernels : DotKernels {
   void (*refine)(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const float* h, const Grid& grid,
                  int n_rounds, const float* steps, float* scales, const float* qmins, int8_t* q, float* scratch);
   void (*search_scales)(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                        int64_t n_multipliers, const Grid& grid, const float* steps, bool around, float* scales,
-                        float* qmins, float* errors, float* acc);
+                        int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins,
+                        float* errors, float* acc);
   // GEMM of panels, and the parts of a factor that are no GEMM.
   void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
   int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);

@@ -105,8 +105,8 @@ void bound_refine(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
 }
 
 void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const FloatTiles& factors, const Floats& pivots,
-                  const FloatRows& multipliers, const Grid& grid, const FloatRows& steps, bool around,
-                  const MutableFloatTiles& scales, const MutableFloatTiles& qmins, const MutableFloatTiles& errors) {
+                  const FloatRows& multipliers, const Grid& grid, const FloatRows& steps, const MutableFloatTiles& scales,
+                  const MutableFloatTiles& qmins, const MutableFloatTiles& errors) {
   const auto n_tiles = static_cast<int64_t>(w.shape(0)), n = static_cast<int64_t>(w.shape(1));
   require(w.shape(2) == 16 && scales.shape(2) == 16 && qmins.shape(2) == 16 && errors.shape(2) == 16, "tiles have 16 rows");
   require(multipliers.shape(1) == 2, "multipliers: not two a candidate");
@@ -124,7 +124,7 @@ void bound_search(Pool& pool, const FloatTiles& w, int64_t group_size, const Flo
   const WithoutGil without_gil;
   search_scales(kernels(), pool, w.data(), n_tiles, n, group_size, factors.shape(0) == 0 ? nullptr : factors.data(),
                 pivots.data(), multipliers.data(), static_cast<int64_t>(multipliers.shape(0)), grid, steps_of(steps, w),
-                around, scales.data(), qmins.data(), errors.data());
+                scales.data(), qmins.data(), errors.data());
 }
 
 }  // namespace
@@ -143,7 +143,7 @@ void register_calibration(nb::module_& m) {
   m.def("refine", &bound_refine, "pool"_a, "w"_a, "group_size"_a, "h"_a, "grid"_a, "n_rounds"_a, "steps"_a, "scales"_a,
         "qmins"_a, "q"_a);
   m.def("search_scales", &bound_search, "pool"_a, "w"_a, "group_size"_a, "factors"_a, "pivots"_a, "multipliers"_a, "grid"_a,
-        "steps"_a, "around"_a, "scales"_a, "qmins"_a, "errors"_a);
+        "steps"_a, "scales"_a, "qmins"_a, "errors"_a);
 }
 
 }  // namespace w4conv::bindings

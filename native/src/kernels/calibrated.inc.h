@@ -70,8 +70,8 @@ inline vf rounded(vf x, vf low, vf high) {
 }
 
 // The levels of a Grid. nearest: that of x / scale, of integers from `low` on, or of a codebook's levels, `low` added; 0
-// where the scale is 0. divisor: made of the scale once, for many x. Codes of a codebook count its levels from the lowest;
-// integers are their own.
+// where the scale is 0. restored: times the scale. divisor: made of the scale once, for many x. Codes of a codebook count
+// its levels from the lowest; integers are their own.
 struct IntegerLevels {
   float span;
   explicit IntegerLevels(const Grid& grid) : span(grid.span) {}
@@ -80,6 +80,7 @@ struct IntegerLevels {
     const vf level = rounded(x / divisor, low, low + splat(span));
     return select((vi)(scale == vf{}), vf{}, level);
   }
+  vf restored(vf x, vf scale, vf divisor, vf low) const { return nearest(x, scale, divisor, low) * scale; }
   float level(int8_t code, float) const { return code; }
   vf codes(vf levels, vf) const { return levels; }
 };
@@ -88,18 +89,20 @@ struct TableLevels {
   Levels levels, middles;
   explicit TableLevels(const Grid& g) : grid(g), levels(g.levels), middles(g.tree) {}
   static vf divisor(vf scale) { return splat(1.0f) / scale; }
-  // How many middles are below: a binary search, four steps down a tree.
-  vi index(vf wanted) const {
+  // How many middles are below, plus 16: a binary search, four steps down a tree.
+  vi node(vf wanted) const {
     vi node = 2 - (vi)(wanted > splat(grid.tree[1]));
     node = node + node - (vi)(wanted > middles.of_low(node));
     node = node + node - (vi)(wanted > middles.of_low(node));
-    return node + node - (vi)(wanted > middles.of_high(node)) - 16;
+    return node + node - (vi)(wanted > middles.of_high(node));
   }
   vf nearest(vf x, vf scale, vf divisor, vf low) const {
-    return select((vi)(scale == vf{}), vf{}, levels.of(index(x * divisor - low)) + low);
+    return select((vi)(scale == vf{}), vf{}, levels.of(node(x * divisor - low)) + low);
   }
+  // Any level times a scale of 0 is 0.
+  vf restored(vf x, vf scale, vf divisor, vf low) const { return (levels.of(node(x * divisor - low)) + low) * scale; }
   float level(int8_t code, float low) const { return grid.levels[code] + low; }
-  vf codes(vf levels_, vf low) const { return __builtin_convertvector(index(levels_ - low), vf); }
+  vf codes(vf levels_, vf low) const { return __builtin_convertvector(node(levels_ - low) - 16, vf); }
 };
 // A scale as it is stored: FP16, or, where there are steps, a whole number of them.
 struct ScaleGrid {
@@ -285,12 +288,22 @@ void refine(const float* w, int64_t n, int64_t n_rows, int64_t group_size, const
   on(grid, [&](auto levels) { refine_on(levels, w, n, n_rows, group_size, h, n_rounds, steps, scales, qmins, q, scratch); });
 }
 
+constexpr int kChunkVectors = kChunkRows / kLanes;
+// What the errors of the columns after j, in e, feed to column j: the sums of `sweep`, one column after another.
+inline void gather(int64_t n, const float* s, int64_t j, const float* e, vf (&sums)[kChunkVectors]) {
+  for (int64_t k = n - 1; k > j; k--) {
+    const vf of_k = splat(s[k * n + j]);
+#pragma GCC unroll 16
+    for (int v = 0; v < kChunkVectors; v++) sums[v] = fma(of_k, load(e + k * kChunkRows + v * kLanes), sums[v]);
+  }
+}
+
 template <class Levels>
 void search_on(Levels levels, const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-               int64_t n_multipliers, const Grid& grid, const float* steps, bool around, float* scales, float* qmins,
-               float* errors, float* acc) {
+               int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
+               float* e) {
   constexpr int64_t kCandidates = kChunkRows / kTileRows;  // side by side
-  alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows], start[kTileRows];
+  alignas(64) float high[kTileRows], below[kTileRows], best[kTileRows];
   alignas(64) float scale[kChunkRows], divisor[kChunkRows], low[kChunkRows], error[kChunkRows];
   const ScaleGrid stored{steps};
   const float top = (grid.span + 1.0f) / 2.0f;
@@ -302,10 +315,7 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
       largest = select((vi)(x > largest), x, largest);
       smallest = select((vi)(x < smallest), x, smallest);
     }
-    if (around) {
-      store(high + r, load(scales + r));
-      store(start + r, load(qmins + r));
-    } else if (grid.is_asymmetric) {
+    if (grid.is_asymmetric) {
       store(high + r, select((vi)(largest > vf{}), largest, vf{}));
       store(below + r, select((vi)(smallest < vf{}), smallest, vf{}));
     } else {
@@ -319,42 +329,37 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
     store(errors + r, splat(__builtin_inff()));
   }
   for (int64_t first = 0; first < n_multipliers; first += kCandidates) {
-    const int64_t n_now = n_multipliers - first < kCandidates ? n_multipliers - first : kCandidates;
-    const int64_t n_rows = n_now * kTileRows;
-    for (int64_t r = 0; r < n_rows; r += kLanes) {
-      const float* const m = multipliers + 2 * (first + r / kTileRows);
+    for (int64_t r = 0; r < kChunkRows; r += kLanes) {  // the last candidate again where there are no more: it never wins
+      const int64_t i = first + r / kTileRows;
+      const float* const m = multipliers + 2 * (i < n_multipliers ? i : n_multipliers - 1);
       const vf above = load(high + r % kTileRows) * splat(m[0]), under = load(below + r % kTileRows) * splat(m[1]);
-      const vf candidate =
-          stored.round(grid.is_asymmetric && !around ? (above - under) / splat(grid.span) : above, r % kTileRows);
+      const vf candidate = stored.round(grid.is_asymmetric ? (above - under) / splat(grid.span) : above, r % kTileRows);
       store(scale + r, candidate);
       store(divisor + r, levels.divisor(candidate));
       vf own_lowest = lowest;
-      if (around) {
-        own_lowest = load(start + r % kTileRows);
-      } else if (grid.is_asymmetric) {
+      if (grid.is_asymmetric) {
         own_lowest = select((vi)(candidate == vf{}), lowest, -rounded(-under / candidate, vf{}, splat(grid.span)));
       } else if (grid.is_codebook) {
         own_lowest = splat(m[1]);
       }
       store(low + r, own_lowest);
     }
-    clear(error, n_rows);
-    const auto step = [&](int64_t j, int64_t r, vf fed) {
-      const vf original = load(w + j * kTileRows + r % kTileRows), wanted = original + fed;
-      const vf restored = levels.nearest(wanted, load(scale + r), load(divisor + r), load(low + r)) * load(scale + r);
-      const vf left = wanted - restored;
-      store(error + r, fma(left * left, splat(pivots[j]), load(error + r)));
-      return original - restored;
-    };
-    if (factor != nullptr) {
-      clear(acc, n * kChunkRows);
-      sweep<false>(n, factor, n, n_rows, acc, step);
-    } else {
-      for (int64_t j = n - 1; j >= 0; j--) {
-        for (int64_t r = 0; r < n_rows; r += kLanes) step(j, r, vf{});
+    clear(error, kChunkRows);
+    for (int64_t j = n - 1; j >= 0; j--) {
+      vf fed[kChunkVectors] = {};
+      if (factor != nullptr) gather(n, factor, j, e, fed);
+      const vf pivot = splat(pivots[j]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kChunkVectors; v++) {
+        const int64_t r = v * kLanes;
+        const vf original = load(w + j * kTileRows + r % kTileRows), wanted = original + fed[v];
+        const vf restored = levels.restored(wanted, load(scale + r), load(divisor + r), load(low + r));
+        const vf left = wanted - restored;
+        store(error + r, fma(left * left, pivot, load(error + r)));
+        store(e + j * kChunkRows + r, original - restored);
       }
     }
-    for (int64_t r = 0; r < n_rows; r += kLanes) {
+    for (int64_t r = 0; r < kChunkRows; r += kLanes) {
       const int64_t row = r % kTileRows;
       const vf found = load(error + r), candidate = load(scale + r), least = load(errors + row);
       const vi better = (vi)(found < least) & (vi)(candidate - candidate == vf{});  // not a scale beyond FP16
@@ -370,16 +375,15 @@ void search_on(Levels levels, const float* w, int64_t n, const float* factor, co
 }
 
 // Scales of one group of n columns of a tile, and the lowest levels: of the candidates that multipliers[i] make of those of
-// round-to-nearest, or, where `around`, of what scales and qmins come in with, the first with the least
-// sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with feedback as above inside the group, or none where
-// `factor` is null. multipliers: of the scale, and the shift of a codebook, or with `around` of the scale alone; on an
-// asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats. steps: 16, or null.
-// scales, qmins, errors: 16.
+// round-to-nearest, the first with the least sum_j pivots[j] r[j]^2, where r[j] = w[j] + acc[j] - level * scale with
+// feedback as above inside the group, or none where `factor` is null. multipliers: of the scale, and the shift of a
+// codebook; on an asymmetric grid, of the highest and of the lowest value. factor: [n][n]. acc: n * kChunkRows floats.
+// steps: 16, or null. scales, qmins, errors: 16.
 void search_scales(const float* w, int64_t n, const float* factor, const float* pivots, const float* multipliers,
-                   int64_t n_multipliers, const Grid& grid, const float* steps, bool around, float* scales, float* qmins,
-                   float* errors, float* acc) {
+                   int64_t n_multipliers, const Grid& grid, const float* steps, float* scales, float* qmins, float* errors,
+                   float* acc) {
   on(grid, [&](auto levels) {
-    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, steps, around, scales, qmins, errors, acc);
+    search_on(levels, w, n, factor, pivots, multipliers, n_multipliers, grid, steps, scales, qmins, errors, acc);
   });
 }
 

@@ -181,13 +181,13 @@ void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles,
 
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
                    const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers,
-                   const Grid& grid, const float* steps, bool around, float* scales, float* qmins, float* errors) {
+                   const Grid& grid, const float* steps, float* scales, float* qmins, float* errors) {
   const int64_t n_groups = (n + group_size - 1) / group_size;
   each(pool, n_tiles * n_groups, group_size * kChunkRows, [&](int64_t task, float* acc) {
     const int64_t tile = task / n_groups, g = task % n_groups, begin = g * group_size;
     kernels.search_scales(w + (tile * n + begin) * kTileRows, std::min(group_size, n - begin),
                           factors == nullptr ? nullptr : factors + g * group_size * group_size, pivots + begin, multipliers,
-                          n_multipliers, grid, steps == nullptr ? nullptr : steps + tile * kTileRows, around,
+                          n_multipliers, grid, steps == nullptr ? nullptr : steps + tile * kTileRows,
                           scales + task * kTileRows, qmins + task * kTileRows, errors + task * kTileRows, acc);
   });
 }

@@ -36,6 +36,6 @@ void refine(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles,
 // width as stride) or null, pivots [n], multipliers [n_multipliers][2] -> scales, qmins and errors [n_tiles][n_groups][16].
 void search_scales(const Kernels& kernels, Pool& pool, const float* w, int64_t n_tiles, int64_t n, int64_t group_size,
                    const float* factors, const float* pivots, const float* multipliers, int64_t n_multipliers,
-                   const Grid& grid, const float* steps, bool around, float* scales, float* qmins, float* errors);
+                   const Grid& grid, const float* steps, float* scales, float* qmins, float* errors);
 
 }  // namespace w4conv
