@@ -22,12 +22,12 @@ Calibration = CalibrationSet | Statistics  # what a conversion is planned with
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A text of which so many tokens are taken, in sequences of ctx. path: None is the set built in. special_tokens:
-    how those that the text spells are read, `settle_special_tokens`."""
+    """A text of which so many tokens are taken, in sequences of ctx; None stands for CTX, or for what the model can take
+    where that is less. path: None is the set built in. special_tokens: how those that the text spells are read, `settle_special_tokens`."""
 
     path: Path | None
     tokens: int = TOKENS
-    ctx: int = CTX
+    ctx: int | None = None
     special_tokens: str = "parse"
 
 
@@ -37,17 +37,18 @@ def calibration_path(given: str | os.PathLike[str] | None) -> Path | None:
 
 
 def text_file(
-    path: Path | None, *, tokens: int | None = None, ctx: int | None = None, special_tokens: str | None = None
-) -> TextFile:
-    """With defaults; path as in TextFile. Raises UsageError."""
+    path: Path | None, *, tokens: int | None = None, ctx: int | None = None, special_tokens: str | None = None,
+    usual_tokens: int | None = None,
+) -> TextFile:  # fmt: skip
+    """With defaults; path as in TextFile. usual_tokens: where tokens are not given. Raises UsageError."""
     word = settle_special_tokens(special_tokens)
     if path is None and special_tokens is not None:
         raise UsageError(
             "special-tokens says how a text is read that may spell them. The built-in calibration set spells none but "
             "those of the model's chat template: leave it out"
         )
-    usual = builtin.TOKENS if path is None else TOKENS
-    return TextFile(path, usual if tokens is None else tokens, CTX if ctx is None else ctx, word)
+    usual = usual_tokens or (builtin.TOKENS if path is None else TOKENS)
+    return TextFile(path, usual if tokens is None else tokens, ctx, word)
 
 
 def open_calibration(
@@ -56,6 +57,7 @@ def open_calibration(
     tokens: int | None = None,
     ctx: int | None = None,
     special_tokens: str | None = None,
+    usual_tokens: int | None = None,
 ) -> TextFile | Statistics:
     """The word "builtin", a text, a file of statistics, or an importance matrix of llama.cpp.
 
@@ -63,11 +65,11 @@ def open_calibration(
     """
     path = calibration_path(given)
     if path is None:
-        return text_file(None, tokens=tokens, ctx=ctx, special_tokens=special_tokens)
+        return text_file(None, tokens=tokens, ctx=ctx, special_tokens=special_tokens, usual_tokens=usual_tokens)
     head = _first_bytes(path)
     is_importance_matrix = head.startswith(b"GGUF")
     if not is_importance_matrix and head[4:] != b"\0\0\0\0{":  # as safetensors begin, and no text does
-        return text_file(path, tokens=tokens, ctx=ctx, special_tokens=special_tokens)
+        return text_file(path, tokens=tokens, ctx=ctx, special_tokens=special_tokens, usual_tokens=usual_tokens)
     if any(value is not None for value in (tokens, ctx, special_tokens)):
         raise UsageError(
             f"calibration-tokens, calibration-ctx and special-tokens are for a text, and {path} has statistics: leave "
@@ -83,8 +85,9 @@ def resolve_calibration(given: TextFile | Statistics, source: Source, spec: Mode
 
 def resolve_text(given: TextFile, source: Source, spec: ModelSpec) -> CalibrationSet:
     """As `resolve_calibration`."""
+    ctx = min(CTX, spec.max_positions) if given.ctx is None else given.ctx
     return read_calibration(
-        given.path, source.blobs, spec, tokens=given.tokens, ctx=given.ctx, special_tokens=given.special_tokens
+        given.path, source.blobs, spec, tokens=given.tokens, ctx=ctx, special_tokens=given.special_tokens
     )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from w4conv.commands.quantize import ConversionReport
 
 RECIPES = ("small", "values", "mixed")
+PRESETS = ("smallest", "balanced", "quality")
+CALIBRATED = ("w4a16", "int4z", "nl4", "nf4", "fp4")
 METHODS = ("rtn", "search", "awq", "gptq", "best")
 EMBEDDINGS = ("int8", *(word for word in TENSOR_WORDS if word != "int8"))
 REPORT = ("w4conv.commands.quantize", "ConversionReport")
@@ -26,8 +28,10 @@ Examples:
   w4conv quantize SmolLM2-135M/ smol.w4
   w4conv quantize model.gguf model.w4 --group-size 64
   w4conv quantize in/ out.w4 --scheme nf4 --group-size 64
-  w4conv quantize in/ out.w4 --calibration builtin
+  w4conv quantize in/ out.w4 --effort 0
+  w4conv quantize in/ out.w4 --preset quality --effort 3
   w4conv quantize in/ out.w4 --calibration book.txt
+  w4conv quantize in/ out.w4 --scheme w4a16 --effort 0
   w4conv quantize in/ out.w4 --recipe mine.toml
   w4conv quantize in/ out.w4 --target-bpw 4.5
   w4conv quantize in/ out.w4 --dry-run
@@ -54,11 +58,29 @@ pattern that matches counts, for each key by itself:
 def quantize(
     source: Annotated[str, typer.Argument(metavar="IN", help="Hugging Face directory or GGUF file")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The .w4 file to write; - for standard output")],
+    effort: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            metavar="0..3",
+            help="0 rounds to nearest, in seconds; 1 too, with groups where they count; 2 calibrates; 3 does so on four "
+            "times the tokens [default: 2, or 0 where nothing gets fewer than 8 bits]",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(PRESETS),
+            help="Scheme and groups in one word: about 4.1, 4.3 or 4.5 bits a weight [default: balanced]",
+            autocompletion=one_of(PRESETS),
+        ),
+    ] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
             metavar="|".join(SCHEME_WORDS),
-            help="Coding of linear weights [default: keep where IN has codes that can be kept, else w4a16]",
+            help="Coding of linear weights [default: keep where IN has codes that can be kept, else nl4]",
             autocompletion=one_of(SCHEME_WORDS),
         ),
     ] = None,
@@ -66,7 +88,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(GROUP_WORDS),
-            help="Weights that share a scale [default: 128]",
+            help="Weights that share a scale [default: 32 for nl4, else 128]",
             autocompletion=one_of(GROUP_WORDS),
         ),
     ] = None,
@@ -98,7 +120,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(METHODS),
-            help="How linear weights are rounded [default: best with --calibration, else rtn]",
+            help="How linear weights are rounded [default: best, or rtn with an effort below 2]",
             autocompletion=one_of(METHODS),
         ),
     ] = None,
@@ -107,22 +129,26 @@ def quantize(
         typer.Option(
             metavar="builtin|TEXT|STATS",
             help="Calibration set: builtin, which comes with w4conv (./builtin is a file); UTF-8 text of the kind that "
-            "the model will read; or statistics of one, by w4conv calibrate or llama-imatrix",
+            "the model will read; or statistics of one, by w4conv calibrate or llama-imatrix [default: builtin, where the "
+            "effort calibrates]",
         ),
     ] = None,
     calibration_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Tokens of the text to use, spread over the whole [default: 16384; builtin 32768]"
+            min=1,
+            metavar="N",
+            help="Tokens of the text to use, spread over the whole [default: 8192; 32768 with --effort 3]",
         ),
     ] = None,
     calibration_ctx: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512]")
+        int | None,
+        typer.Option(min=2, metavar="N", help="Tokens of a sequence [default: 512, or what the model can take]"),
     ] = None,
     special_tokens: SpecialTokens = None,
     requantize: Annotated[
         bool,
-        typer.Option("--requantize", help="Round to w4a16 what IN has quantized already and cannot be kept exactly"),
+        typer.Option("--requantize", help="Round to nl4 what IN has quantized already and cannot be kept exactly"),
     ] = False,
     threads: Threads = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists")] = False,
@@ -161,9 +187,9 @@ def quantize(
 ) -> None:
     """Convert a checkpoint to a .w4 container.
 
-    Weights are rounded to nearest: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nl4, nf4
-    or fp4, or int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same
-    input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed
+    Weights get 4 bits and, for 32 of them, a scale and a shift (nl4), calibrated on a text that comes with w4conv.
+    --effort 0 is quick. Or: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nf4 or fp4, or
+    int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed
     conversion left of that is removed by the next one, or continued with --resume.
 
     The report goes to standard output, or to standard error when OUT is -.
@@ -175,6 +201,8 @@ def quantize(
             report = convert(
                 source,
                 out,
+                effort=effort,
+                preset=preset,
                 scheme=scheme,
                 group_size=group_size,
                 embeddings=embeddings,
@@ -224,14 +252,23 @@ def as_text(report: ConversionReport) -> str:
     if report.digest is not None:
         pairs.append(("digest", report.digest))
     pairs += [("note", note) for note in report.notes]
-    if report.scheme == "w4a16" and report.method == "rtn":
-        pairs.append(("hint", "--calibration builtin takes longer and loses less (docs/accuracy.md)"))
+    pairs += [("hint", hint) for hint in hints(report)]
     rows = [
         (t.scheme, f"{t.n_tensors:,}", _output.count(t.n_parameters), _output.nbytes(t.nbytes)) for t in report.schemes
     ]
     if report.target_bpw is not None:
         pairs += allocation(report)
     return _output.facts(pairs) + "\n" + _output.table(("scheme", "tensors", "parameters", "size"), rows)
+
+
+def hints(report: ConversionReport) -> list[str]:
+    """What a user may want to know before it is needed elsewhere."""
+    found = []
+    if report.method == "rtn" and report.effort < 2 and report.scheme in CALIBRATED:
+        found.append("--effort 2 calibrates: it takes longer and loses less (docs/accuracy.md)")
+    if report.scheme == "nl4":
+        found.append("exports of nl4 hold its values as floats; --scheme w4a16 has exact ones (docs/formats.md)")
+    return found
 
 
 def allocation(report: ConversionReport) -> list[tuple[str, str]]:

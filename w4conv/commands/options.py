@@ -93,6 +93,7 @@ ALWAYS: Final = ()
 _REPLACES = (Need(_is_file("out"), "where OUT is no file: there is nothing to replace. Leave it out"),)
 _TEXT = (Need(_has("text"), "without --text: it says how perplexity is measured"),)
 _PERPLEXITY = (Need(_measures, "without --ppl or --kld: it says how perplexity is measured"),)
+_CALIBRATES = (found("calibrates", "as nothing is calibrated: it cuts the calibration set. Leave it out"),)
 _INTEGERS = found("has_integers", "as no weights are integers: activations stay floats. Leave it out")
 _DRAWS = (Need(lambda v: v.get("temperature") != 0, "at temperature 0 (greedy), which draws nothing: set one"),)
 _LISTED = (Need(_lacks("json"), "with --json, which lists every tensor. Leave it out"),)
@@ -100,6 +101,7 @@ _LISTED = (Need(_lacks("json"), "with --json, which lists every tensor. Leave it
 # fmt: off
 COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
     "quantize": {
+        "effort": ALWAYS, "preset": ALWAYS,
         "scheme": ALWAYS,
         "group_size": (Need(_has_groups, "as nothing is coded in groups. Leave it out, or choose another scheme"),),
         "embeddings": ALWAYS,
@@ -108,13 +110,13 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
         "target_bpw": ALWAYS,
         "method": (Need(_codes_linear, "as no linear weights are rounded. Leave it out, or choose another scheme"),),
         "calibration": ALWAYS,
-        "calibration_tokens": (Need(_has("calibration"), "without --calibration: it cuts that text"),),
-        "calibration_ctx": (Need(_has("calibration"), "without --calibration: it cuts that text"),),
+        "calibration_tokens": _CALIBRATES,
+        "calibration_ctx": _CALIBRATES,
         "special_tokens": (Need(_has("calibration"), "without --calibration: it says how that text is read"),),
         "requantize": (found("rounds_again", "as nothing in IN that is quantized already is rounded. Leave it out"),),
         "threads": (
             Need(
-                lambda v: not v.get("dry_run") or _has("target_bpw", "calibration")(v),
+                lambda v: not v.get("dry_run") or _has("target_bpw", "calibration", "effort")(v),
                 "with --dry-run, which computes nothing. Leave it out",
             ),
         ),

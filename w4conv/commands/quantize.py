@@ -10,9 +10,11 @@ from pathlib import Path
 
 from w4conv import cpus
 from w4conv.arguments import count, optional_count, path_of
+from w4conv.calibration import builtin
 from w4conv.calibration.resolve import calibration_path, open_calibration, resolve_calibration
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
+from w4conv.conversion import defaults
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.conversion.model import advising_generic, known_model, read_model
 from w4conv.conversion.plan import ConversionPlan, calibrated_methods, known_method, make_plan
@@ -26,7 +28,6 @@ from w4conv.models.generic import GENERIC, matrix_role
 from w4conv.models.spec import ModelSpec
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.recipe import Rule, make_recipe, read_rules
-from w4conv.scheme import DEFAULT_GROUP_SIZE
 from w4conv.sources import open_source
 from w4conv.sources.base import Source
 from w4conv.sources.reading import read_small
@@ -70,6 +71,7 @@ class ConversionReport:
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     method: str = "rtn"
+    effort: int = 0
     recipe: tuple[tuple[str, Rule], ...] = ()
     target_bpw: str | None = None
     n_allocated: int = 0
@@ -82,6 +84,8 @@ def quantize(
     src: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    effort: int | None = None,
+    preset: str | None = None,
     scheme: str | None = None,
     group_size: int | str | None = None,
     embeddings: str | None = None,
@@ -104,28 +108,38 @@ def quantize(
 ) -> ConversionReport:
     """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
 
-    scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or "keep"
-    for linear weights; None means keep for a checkpoint in 4 bits, and a GGUF file of any types, whose very codes and
-    scales schemes of the container hold, else w4a16. group_size: 32, 64, 128 (default), 256, or "row" or 0.
-    embeddings: "int8", "int4", "int4z", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head; None means
-    int8 where linear weights are rounded to integers or levels, else as the scheme. Vectors keep the type they have.
+    By itself: nl4 in groups of 32, calibrated on the set that comes with w4conv; a checkpoint in 4 bits, and a GGUF
+    file of any types, whose very codes and scales schemes of the container hold, is kept. effort and preset say
+    otherwise in one word (conversion/defaults.py has the tables); contradictions are refused.
+
+    effort: 0 rounds to nearest, in seconds. 1 does so too, and gives each matrix groups by what its rounding loses. 2
+    calibrates. 3 calibrates on four times as many tokens. None means 2 where a matrix gets fewer than 8 bits and the
+    model can be run, else 0.
+    preset: "smallest", "balanced" or "quality": scheme and group size.
+
+    scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nl4", "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or
+    "keep" for linear weights.
+    group_size: 16, 32, 64, 128, 256, or "row" or 0; None means 32 for nl4, else 128.
+    embeddings: "int8", "int4", "int4z", "nl4", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head; None
+    means int8 where linear weights are rounded to integers or levels other than nl4's, else as the scheme. Vectors keep
+    the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
     (quantization/recipe.py); where it says nothing, the other options count.
     target_bpw: at most so many bits a weight, over all weights with scales. The scheme of each matrix for which no
-    recipe names one is chosen from a menu by its loss (calibration/sensitivity.py). It replaces scheme, group_size and
-    embeddings.
+    recipe names one is chosen from a menu by its loss (calibration/sensitivity.py). It replaces preset, scheme,
+    group_size and embeddings.
 
     method: how linear weights are rounded. "rtn": to nearest. "search": with searched scales. "awq": the same, after
     channels are scaled by powers of two (quantization/folding.py). "gptq": with searched scales and GPTQ's column
-    update. "best": the best of rtn, search and gptq for each matrix. None means best with calibration, else rtn. A
-    calibrated method keeps the result of rtn where its outputs are better on held-out sequences.
+    update. "best": the best of rtn, search and gptq for each matrix. None means what the effort says. A calibrated
+    method keeps the result of rtn where its outputs are better on held-out sequences.
 
-    calibration: needed by all methods but rtn. A calibration set is a UTF-8 text: calibration_tokens of it (16384) are
-    used, in sequences of calibration_ctx (512) spread over the text. "builtin" is the set that comes with w4conv, of
-    which 32768 are used; a file of that name is "./builtin", or a Path. Or a file of statistics (`w4conv calibrate`),
-    or an importance matrix of llama.cpp: then each matrix is rounded for its inputs in the source. gptq and best need
-    statistics with second moments; without them None means awq. special_tokens: "parse" (the default) or "text", how
-    those that a text spells are read.
+    calibration: of all methods but rtn. A calibration set is a UTF-8 text: calibration_tokens of it (8192, with effort
+    3 32768) are used, in sequences of calibration_ctx (512, or what the model can take) spread over the text.
+    "builtin", which is the default, is the set that comes with w4conv; a file of that name is "./builtin", or a Path.
+    Or a file of statistics (`w4conv calibrate`), or an importance matrix of llama.cpp: then each matrix is rounded for
+    its inputs in the source. gptq and best need statistics with second moments; without them None means awq.
+    special_tokens: "parse" (the default) or "text", how those that a text spells are read.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
@@ -155,14 +169,21 @@ def quantize(
     src, out = path_of(src, "src"), path_of(out, "out")
     refuse_idle("quantize", values)
     rules = () if recipe is None else read_rules(recipe)
+    effort = optional_count(effort, "effort", low=0)
+    defaults.check_words(
+        effort=effort, preset=preset, scheme=scheme, group_size=group_size, embeddings=embeddings, target=target_bpw,
+        method=method, calibration=calibration, generic=architecture is not None,
+    )  # fmt: skip
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
-    if scheme is not None:  # a wrong word is an error before anything is opened
-        make_recipe(scheme, group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size, embeddings=embeddings)
+    word, size = defaults.coding(preset, scheme, group_size)
+    make_recipe(word, group_size=size, embeddings=embeddings)  # a wrong word is an error before anything opens
+    if method is not None:
+        known_method(method)
     if architecture not in (None, GENERIC):
         raise UsageError(
             f"architecture {architecture!r} is not {GENERIC}; leave it out, and config.json names the model"
         )
-    if architecture == GENERIC and calibration is not None:
+    if architecture == GENERIC and (calibration is not None or method not in (None, "rtn")):
         raise UsageError("calibration runs the model, and an architecture that is generic cannot be run: leave one out")
     if gptq_zero15 is not None and (gptq_zero15 := count(gptq_zero15, "gptq-zero15")) not in (0, 16):
         raise UsageError(f"gptq-zero15 is {gptq_zero15}, expected 16 or 0")
@@ -178,8 +199,9 @@ def quantize(
     given = None
     if calibration is not None:
         given = open_calibration(
-            calibration, tokens=calibration_tokens, ctx=calibration_ctx, special_tokens=special_tokens
-        )
+            calibration, tokens=calibration_tokens, ctx=calibration_ctx, special_tokens=special_tokens,
+            usual_tokens=defaults.TOKENS[effort or defaults.DEFAULT_EFFORT],
+        )  # fmt: skip
     if not generic:
         _check_architecture(src)
     with open_source(src, raw=generic, gptq_zero15=gptq_zero15) as source:
@@ -191,53 +213,64 @@ def quantize(
             known_model(source)  # else what follows would blame the tensors
             settle_declarations(source, head)
         if scheme is None:
-            asked = requantize or any(
-                word is not None for word in (group_size, method, calibration, recipe, target_bpw)
+            asked = (
+                requantize
+                or bool(effort)
+                or any(word is not None for word in (preset, group_size, method, calibration, recipe, target_bpw))
             )
-            scheme = _default_scheme(source, requantize=asked)
-        size = DEFAULT_GROUP_SIZE if group_size is None else group_size
-        made = make_recipe(scheme, group_size=size, embeddings=embeddings, rules=rules)
-        chosen = _method(method, given)
+            word = _default_scheme(source, word, requantize=asked)
+        made = make_recipe(word, group_size=size, embeddings=embeddings, rules=rules)
         progress = progress or Silent()
         model, notes = read_model(source, generic=generic)
+        if effort is None:
+            effort = defaults.effort_for(model, made, method=method, given=given is not None)
+        if effort in defaults.TOKENS and given is None:
+            given = open_calibration(
+                builtin.NAME, tokens=calibration_tokens, ctx=calibration_ctx, special_tokens=special_tokens,
+                usual_tokens=defaults.TOKENS[effort],
+            )  # fmt: skip
+        chosen = _method(method, given)
         calibrated_methods(model, made, chosen, with_text=given is not None)  # before a long text is read
         seen = None
         if given is not None and isinstance(model, ModelSpec):  # a generic one was refused above
             seen = resolve_calibration(given, source, model)
         plan = make_plan(
-            source, model, made, method=chosen, calibration=seen, target=target, head=head, notes=notes,
+            source, model, made, method=chosen, calibration=seen, target=target, shared_out=effort == 1, head=head, notes=notes,
             threads=threads, progress=progress,
         )  # fmt: skip
-        refuse_idle("quantize", values | {"rounds_again": bool(plan.rounded_again)})
+        refuse_idle(
+            "quantize", values | {"rounds_again": bool(plan.rounded_again), "calibrates": plan.calibration is not None}
+        )
         check_target(out, plan.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
-            return _report(plan, out)
+            return _report(plan, out, effort)
         digest, found = write(plan, out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
-    return _report(plan, out, notes=found, seconds=time.perf_counter() - started, digest=digest)
+    return _report(plan, out, effort, notes=found, seconds=time.perf_counter() - started, digest=digest)
 
 
-def _default_scheme(source: Source, *, requantize: bool) -> str:
-    """The scheme of a source where none is named. requantize: an option already says that weights are to be rounded."""
+def _default_scheme(source: Source, rounded: str, *, requantize: bool) -> str:
+    """The scheme of a source where none is named: "keep", or `rounded`. requantize: an option already says that weights
+    are to be rounded."""
     quantized = [t for t in source.tensors.values() if t.is_quantized and len(t.shape) >= 2]
     linear = [t for t in quantized if matrix_role(t.name) == "linear"]
     if not quantized or requantize:
-        return "w4a16"
+        return rounded
     if linear and all(t.coding is not None and t.coding.bits == 4 for t in linear):
         return "keep"
     if source.kind == "gguf":
-        return "keep" if linear and all(t.coding is not None for t in quantized) else "w4a16"
+        return "keep" if linear and all(t.coding is not None for t in quantized) else rounded
     if not linear:
         first = quantized[0]
         keep = "--scheme w4a16 --embeddings keep to keep it, " if first.coding is not None else ""
         raise UsageError(
             f"{source.path}: {first.name} is quantized already ({first.stored_as}), linear weights are not. Give {keep}"
-            "--requantize to round everything to w4a16, or --scheme keep to store all values exactly"
+            f"--requantize to round everything to {rounded}, or --scheme keep to store all values exactly"
         )
     first = next(t for t in linear if t.coding is None or t.coding.bits != 4)
     kept = "as they are" if all(t.coding is not None for t in quantized) else "exactly, where need be as float32"
     raise UsageError(
         f"{source.path}: {first.name} is quantized already ({first.stored_as}), and no 4-bit scheme holds its values "
-        f"exactly. Give --requantize to round them a second time to w4a16, or --scheme keep to store them {kept}"
+        f"exactly. Give --requantize to round them a second time to {rounded}, or --scheme keep to store them {kept}"
     )
 
 
@@ -262,19 +295,17 @@ def _target(bpw: float | str, *others: object) -> Decimal:
 
 
 def _method(method: str | None, calibration: object) -> str:
+    """The method where the caller names none, and `calibration` is what is calibrated on."""
     chosen = ("rtn" if calibration is None else "best") if method is None else method
     if method is None and isinstance(calibration, Statistics) and not calibration.full:
         chosen = "awq"
-    known_method(chosen)
     if chosen == "rtn" and calibration is not None:
         raise UsageError("method rtn makes no use of a calibration text: leave one of the two out")
-    if chosen != "rtn" and calibration is None:
-        raise UsageError(f"method {chosen} needs a calibration set: name one with --calibration")
     return chosen
 
 
 def _report(
-    plan: ConversionPlan, out: Path, *, notes: tuple[str, ...] = (), seconds: float | None = None,
+    plan: ConversionPlan, out: Path, effort: int, *, notes: tuple[str, ...] = (), seconds: float | None = None,
     digest: str | None = None,
 ) -> ConversionReport:  # fmt: skip
     tensors = list(plan.layout.tensors.values())
@@ -304,6 +335,7 @@ def _report(
         notes=(*plan.notes, *notes),
         warnings=plan.source.warnings,
         method=plan.method,
+        effort=effort,
         recipe=plan.recipe.rules,
         target_bpw=None if plan.target is None else str(plan.target),
         n_allocated=plan.n_allocated,

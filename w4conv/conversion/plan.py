@@ -68,6 +68,7 @@ def make_plan(
     method: str,
     calibration: Calibration | None = None,
     target: Decimal | None = None,
+    shared_out: bool = False,
     head: str | None = None,
     notes: Sequence[str] = (),
     threads: int | None = None,
@@ -75,14 +76,15 @@ def make_plan(
 ) -> ConversionPlan:
     """Decide what every tensor becomes. Without target and awq no value is read; with them, and a text, the model runs.
 
-    model, notes: of `read_model`. target: bits a weight, at most. head: the caller's word, for the record.
+    model, notes: of `read_model`. target: bits a weight, at most. shared_out: groups are shared
+    out among matrices by their loss, in as many bytes as the recipe's own coding takes. head: the caller's word, for the record.
     Raises UsageError for options that contradict each other, InputError.
     """
     planner = _Planner(
         source, model, recipe, method, calibration, [*source.notes, *notes], threads, progress or Silent()
     )
     planner.check()
-    chosen = [] if target is None else planner.allocate(target)
+    chosen = planner.allocate(target) if shared_out or target is not None else []
     folding = planner.fold()
     tensors = planner.tensors()
     method = "keep" if planner.coded and method == "rtn" else method
@@ -150,20 +152,24 @@ class _Planner:
                     "`w4conv calibrate --full`, or choose search or awq"
                 )
 
-    def allocate(self, target: Decimal) -> list[tuple[str, Rule]]:
-        """Rules in front of those of the recipe: a scheme for each matrix to which the recipe gives none."""
+    def allocate(self, target: Decimal | None) -> list[tuple[str, Rule]]:
+        """A rule for each matrix whose scheme no rule of the recipe names, put before those of the recipe. target: None
+        stands for the bytes that the recipe by itself takes."""
         tensors = self.model.tensors()
         free = [t for t in tensors if not self._choices[t.name].explicit]
         if not free:
             raise UsageError("the recipe says the scheme of every matrix, so there is nothing to choose for target-bpw")
         sizes = {t.name: tuple(sum(codes.part_sizes(s, t.shape).values()) for s in MENU) for t in free}
-        taken = sum(
-            sum(codes.part_sizes(self._choices[t.name].coding(self.source.tensors[t.name].dtype), t.shape).values())
-            for t in tensors if t.name not in sizes
-        )  # fmt: skip
+        own = {
+            t.name: sum(
+                codes.part_sizes(self._choices[t.name].coding(self.source.tensors[t.name].dtype), t.shape).values()
+            )
+            for t in tensors
+        }
+        taken = sum(nbytes for name, nbytes in own.items() if name not in sizes)
         n_parameters = sum(math.prod(t.shape) for t in tensors)
         least, most = (Decimal(8 * (taken + sum(s[i] for s in sizes.values()))) / n_parameters for i in (0, -1))
-        if not least <= target <= most:
+        if target is not None and not least <= target <= most:
             low, high = least.quantize(Decimal("0.001"), ROUND_CEILING), most.quantize(Decimal("0.001"), ROUND_FLOOR)
             raise UsageError(
                 f"target-bpw {target} is out of reach: from {MENU[0]} to {MENU[-1]} this model has {low} to "
@@ -178,9 +184,10 @@ class _Planner:
         else:
             losses = sensitivity.from_calibration_set(self.spec(), self._calibration.sequences)
             by = "what they lose on the text"
-        budget = int(target * n_parameters / 8) - taken
+        budget = (sum(own.values()) if target is None else int(target * n_parameters / 8)) - taken
         chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)
-        self.notes.append(f"schemes of {len(free)} matrices chosen for {target} bits a weight, by {by}")
+        bits = f"{target} bits a weight" if target is not None else f"the bits of {self.recipe.scheme} in equal groups"
+        self.notes.append(f"schemes of {len(free)} matrices chosen for {bits}, by {by}")
         rules = [(name, Rule(MENU[i].kind, MENU[i].group_size)) for name, i in chosen.items()]
         self._choose(replace(self.recipe, rules=(*rules, *self.recipe.rules)))
         return rules
