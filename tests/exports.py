@@ -27,7 +27,7 @@ def converted(directory: Path, *, group_size: int | str = 32, scheme: str = "w4a
     source = make_llama_dir(directory / "in", **{"hidden": 64, "inner": 96, **model})  # type: ignore[arg-type]
     out = directory / "tiny.w4"
     floats = scheme in ("f16", "bf16", "f32", "keep")
-    w4conv.quantize(source, out, group_size=None if floats else group_size, scheme=scheme)
+    w4conv.quantize(source, out, group_size=None if floats else group_size, scheme=scheme, effort=0)
     return out
 
 

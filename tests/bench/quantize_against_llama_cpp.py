@@ -27,7 +27,7 @@ OURS = """
 import sys, time
 from w4conv.commands.quantize import quantize
 start = time.perf_counter()
-quantize(sys.argv[1], sys.argv[2], scheme="w4a16", threads=int(sys.argv[3]))
+quantize(sys.argv[1], sys.argv[2], scheme="w4a16", threads=int(sys.argv[3]), effort=0)
 print(time.perf_counter() - start)
 """
 THEIRS = """

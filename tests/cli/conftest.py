@@ -54,6 +54,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def container(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     out = tmp_path_factory.mktemp("out") / "tiny.w4"
     subprocess.run(
-        [*COMMAND, "quantize", str(checkpoint), str(out)], check=True, capture_output=True, env=environment()
+        [*COMMAND, "quantize", "--effort", "0", "--scheme", "w4a16", str(checkpoint), str(out)],
+        check=True,
+        capture_output=True,
+        env=environment(),
     )
     return out

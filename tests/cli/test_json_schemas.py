@@ -27,8 +27,8 @@ def test_every_command_is_described() -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("quantize", "{checkpoint}", "out.w4"),
-        ("quantize", "{checkpoint}", "out.w4", "--dry-run"),
+        ("quantize", "--effort", "0", "--scheme", "w4a16", "{checkpoint}", "out.w4"),
+        ("quantize", "--effort", "0", "--scheme", "w4a16", "{checkpoint}", "out.w4", "--dry-run"),
         ("calibrate", "{checkpoint}", "{text}", "-o", "out.safetensors", "--tokens", "128", "--ctx", "16"),
         ("inspect", "{container}"),
         ("inspect", "{checkpoint}"),

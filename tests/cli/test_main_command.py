@@ -138,7 +138,7 @@ def test_errors_are_wrapped_for_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_progress_and_a_clean_report(tmp_path: Path, checkpoint: Path) -> None:
-    code, seen = in_terminal(["quantize", checkpoint, tmp_path / "o.w4"])
+    code, seen = in_terminal(["quantize", "--effort", "0", "--scheme", "w4a16", checkpoint, tmp_path / "o.w4"])
     assert code == 0
     assert "100%|" in seen or "%|" in seen
     report = seen.rsplit("\r", 1)[-1]  # what is left on the screen after the bar is gone
@@ -147,7 +147,7 @@ def test_a_terminal_shows_progress_and_a_clean_report(tmp_path: Path, checkpoint
     assert code == 0
     shown = [line for line in seen.splitlines() if "digest" not in line and "/" not in line]
     assert max(map(len, shown)) <= 60
-    code, seen = in_terminal(["quantize", checkpoint, "-"])
+    code, seen = in_terminal(["quantize", "--effort", "0", "--scheme", "w4a16", checkpoint, "-"])
     assert code == 4
     assert "standard output is a terminal" in " ".join(seen.split())
     code, seen = in_terminal(["inspect", "-"])
@@ -161,7 +161,12 @@ def test_a_terminal_shows_progress_and_a_clean_report(tmp_path: Path, checkpoint
 def test_no_progress_on_a_terminal_where_stderr_is_a_file(tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in")
     with (tmp_path / "log").open("wb") as log:
-        subprocess.run([*COMMAND, "quantize", source, tmp_path / "o.w4"], stderr=log, stdout=log, check=True)
+        subprocess.run(
+            [*COMMAND, "quantize", "--effort", "0", "--scheme", "w4a16", source, tmp_path / "o.w4"],
+            stderr=log,
+            stdout=log,
+            check=True,
+        )
     assert "%|" not in (tmp_path / "log").read_text()
 
 

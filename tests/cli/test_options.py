@@ -103,8 +103,8 @@ IDLE = [
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("options")
     hf = make_llama_dir(folder / "hf", tied=True)
-    w4conv.quantize(hf, folder / "m.w4")
-    w4conv.quantize(hf, folder / "f.w4", scheme="f16")
+    w4conv.quantize(hf, folder / "m.w4", effort=0, scheme="w4a16")
+    w4conv.quantize(hf, folder / "f.w4", scheme="f16", effort=0)
     export(folder / "m.w4", folder / "m.gguf", to="gguf")
     return {"hf": hf, "w4": folder / "m.w4", "floats": folder / "f.w4", "gguf": folder / "m.gguf"}
 
@@ -161,9 +161,9 @@ def test_options_that_act_are_taken(w4: Runner, places: dict[str, Path]) -> None
 def test_the_api_has_the_same_rule(places: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.w4"
     for call in (
-        lambda: w4conv.quantize(places["hf"], out, calibration_tokens=64),
-        lambda: w4conv.quantize(places["hf"], out, requantize=True),
-        lambda: w4conv.quantize(places["hf"], out, scheme="keep", group_size=64),
+        lambda: w4conv.quantize(places["hf"], out, calibration_tokens=64, effort=0, scheme="w4a16"),
+        lambda: w4conv.quantize(places["hf"], out, requantize=True, effort=0, scheme="w4a16"),
+        lambda: w4conv.quantize(places["hf"], out, scheme="keep", group_size=64, effort=0),
         lambda: w4conv.verify(places["w4"], min_sqnr=3.0),
         lambda: w4conv.verify(places["w4"], activations="int8"),
         lambda: export(places["w4"], tmp_path / "o.gguf", to="gguf", max_shard_size=5),

@@ -19,9 +19,9 @@ TENSOR = "model.norm.weight"
 def place(tmp_path: Path) -> Path:
     """hf/ and link/ (the same by symlinks), m.w4 made of hf, g.w4 made of g.gguf, a text, a recipe; links to them."""
     hf = make_llama_dir(tmp_path / "hf", tied=True)
-    w4conv.quantize(hf, tmp_path / "m.w4")
+    w4conv.quantize(hf, tmp_path / "m.w4", effort=0, scheme="w4a16")
     export(tmp_path / "m.w4", tmp_path / "g.gguf", to="gguf")
-    w4conv.quantize(tmp_path / "g.gguf", tmp_path / "g.w4")
+    w4conv.quantize(tmp_path / "g.gguf", tmp_path / "g.w4", effort=0, scheme="w4a16")
     (tmp_path / "text.txt").write_text("the thing and her other hand " * 40)
     (tmp_path / "recipe.toml").write_text('[tensors]\nembedding = {scheme = "int8"}\n')
     (tmp_path / "soft").symlink_to("m.w4")
@@ -99,13 +99,13 @@ def test_standard_streams(w4: Runner, place: Path) -> None:
 def test_ordinary_outputs_are_taken(w4: Runner, place: Path) -> None:
     long = "n" * 300
     w4("cat", "m.w4", TENSOR, "-o", long, "--overwrite").failed(4, "cannot write", "name too long")
-    w4("quantize", "hf", long).failed(4, "cannot write")
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", "hf", long).failed(4, "cannot write")
     w4("cat", "m.w4", TENSOR, "-o", "/dev/null").done()
     w4("cat", "m.w4", TENSOR, "-o", "hard").failed(2, "is the container itself")
     w4("cat", "m.w4", TENSOR, "-o", "norm.npy").done()
     w4("cat", "m.w4", TENSOR, "-o", "norm.npy", "--overwrite").done()
     w4("export", "m.w4", "out", "--to", "safetensors", "--dtype", "bf16").done()
     w4("export", "m.w4", "out", "--to", "safetensors", "--dtype", "bf16", "--overwrite").done()
-    w4("quantize", "hf", "m.w4", "--overwrite").done()
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", "hf", "m.w4", "--overwrite").done()
     w4("calibrate", "hf", "text.txt", "-o", "hf2", "--tokens", "128", "--ctx", "16").done()
     w4("export", "g.w4", "beside.gguf", "--to", "gguf").done()

@@ -23,21 +23,28 @@ def report(w4: Runner, *args: object, **options: object) -> dict[str, object]:
 def test_a_conversion_through_a_pipe_is_verified(checkpoint: Path, tmp_path: Path) -> None:
     """quantize IN - | tee file | verify -"""
     with subprocess.Popen(
-        [*COMMAND, "quantize", checkpoint, "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        [*COMMAND, "quantize", "--effort", "0", "--scheme", "w4a16", checkpoint, "-"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
     ) as first:
         assert first.stdout
         raw = first.stdout.read()
     run = subprocess.run([*COMMAND, "verify", "-"], input=raw, capture_output=True, env=environment(), timeout=TIMEOUT)
     assert run.returncode == 0
     assert b"standard input, " in run.stdout
-    subprocess.run([*COMMAND, "quantize", checkpoint, tmp_path / "out.w4"], check=True, capture_output=True)
+    subprocess.run(
+        [*COMMAND, "quantize", "--effort", "0", "--scheme", "w4a16", checkpoint, tmp_path / "out.w4"],
+        check=True,
+        capture_output=True,
+    )
     assert (tmp_path / "out.w4").read_bytes() == raw
 
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
 def test_data_on_standard_output_stands_alone(w4: Runner, checkpoint: Path, container: Path, name: str) -> None:
     """The report goes to standard error, by whatever name the output is called."""
-    run = w4("quantize", checkpoint, name, "--json").done()
+    run = w4("quantize", "--effort", "0", "--scheme", "w4a16", checkpoint, name, "--json").done()
     assert run.raw == container.read_bytes()
     assert json.loads(run.err)["schema"] == "w4conv.quantize/1"
     run = w4("export", container, name, "--to", "gguf").done()
@@ -99,13 +106,15 @@ def test_links_and_devices(w4: Runner, container: Path, checkpoint: Path, tmp_pa
     w4("verify", "/dev/null").failed(3, "the file is empty")
     w4("inspect", "/dev/zero").failed(3, "not a .w4 file")
     os.mkfifo(tmp_path / "fifo")
-    w4("quantize", tmp_path / "fifo", tmp_path / "out.w4").failed(3, "fifo")
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", tmp_path / "fifo", tmp_path / "out.w4").failed(3, "fifo")
     (tmp_path / "in").mkdir()
     for file in checkpoint.iterdir():
         (tmp_path / "in" / file.name).symlink_to(file)
     (tmp_path / "in" / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "in" / "model.safetensors")
-    w4("quantize", tmp_path / "in", tmp_path / "out.w4").failed(3, "model.safetensors", "not a regular file")
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", tmp_path / "in", tmp_path / "out.w4").failed(
+        3, "model.safetensors", "not a regular file"
+    )
 
 
 def test_a_sparse_file_of_a_petabyte_claims_nothing(w4: Runner, container: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_names_of_files(w4: Runner, container: Path, tmp_path: Path, order: str)
 def test_names_of_tensors_and_texts_of_models(w4: Runner, container: Path, tmp_path: Path, order: str) -> None:
     w4("cat", container, f"no{order}pe").failed(2, "pe'")  # one line, whatever the name
     make_llama_dir(tmp_path / "in", config={"architectures": [f"Half{order}Model"]})
-    for args in (("inspect", "in"), ("quantize", "in", "o.w4")):
+    for args in (("inspect", "in"), ("quantize", "--effort", "0", "--scheme", "w4a16", "in", "o.w4")):
         result = w4(*args)
         assert order not in (result.out + result.err if order != "\n" else "")
         assert "Half\nModel" not in result.out + result.err
@@ -75,7 +75,9 @@ def test_a_prompt_that_is_not_utf8(w4: Runner, container: Path, tmp_path: Path) 
 def test_a_name_that_cannot_be_recorded(w4: Runner, container: Path, tmp_path: Path) -> None:
     export(container, tmp_path / "m.gguf", to="gguf")
     (tmp_path / "m.gguf").rename(tmp_path / os.fsdecode(b"m\xff.gguf"))
-    w4("quantize", os.fsdecode(b"m\xff.gguf"), "o.w4").failed(3, r"m\xff.gguf", "not UTF-8", "Rename")
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", os.fsdecode(b"m\xff.gguf"), "o.w4").failed(
+        3, r"m\xff.gguf", "not UTF-8", "Rename"
+    )
 
 
 def test_what_a_model_says_reaches_a_terminal_without_orders(
@@ -109,7 +111,7 @@ def test_exports_write_strict_json_that_transformers_reads(tmp_path: Path, word:
     source = make_llama_dir(tmp_path / "in", hidden=128, inner=128)
     config = (source / "config.json").read_text()
     (source / "config.json").write_text(config.replace("{", '{"time_step_limit": [0.0, ' + word + "], ", 1))
-    w4conv.quantize(source, tmp_path / "m.w4", group_size=64)
+    w4conv.quantize(source, tmp_path / "m.w4", group_size=64, effort=0, scheme="w4a16")
     report = export(tmp_path / "m.w4", tmp_path / "out", to=to)
     for file in (tmp_path / "out").glob("*.json"):
         strict(file.read_bytes())

@@ -35,7 +35,7 @@ main()
 @pytest.fixture
 def stories(w4: Runner, tmp_path: Path) -> Path:
     out = tmp_path / "stories.w4"
-    w4("quantize", trained(), out, "--scheme", "keep").done()
+    w4("quantize", "--effort", "0", trained(), out, "--scheme", "keep").done()
     return out
 
 
@@ -48,7 +48,17 @@ def test_greedy_text_is_the_documented_one(w4: Runner, stories: Path) -> None:
 
 def test_a_generic_conversion_cannot_be_run(w4: Runner, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
-    w4("quantize", make_llama_dir(tmp_path / "in"), out, "--architecture", "generic").done()
+    w4(
+        "quantize",
+        "--effort",
+        "0",
+        "--scheme",
+        "w4a16",
+        make_llama_dir(tmp_path / "in"),
+        out,
+        "--architecture",
+        "generic",
+    ).done()
     w4("run", out, "-p", "a").failed(3, str(out), "converted with --architecture generic", "cannot be run")
     w4("bench", out, "-p", 8, "-n", 2).failed(3, "converted with --architecture generic")
 
@@ -80,7 +90,7 @@ def test_json_and_stats(w4: Runner, stories: Path) -> None:
     for part in ("prefill", "first token", "ms/token", "GB/s", "file-backed", "anonymous", "scalar, "):
         assert part in text.err
     assert stats["activations"] == "int16"
-    w4("quantize", trained(), "int4.w4", "--group-size", "32").done()
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", trained(), "int4.w4", "--group-size", "32").done()
     w4("run", stories, "-p", "Once", "--activations", "int8").failed(2, "--activations has no effect")
     one = json.loads(w4("run", "int4.w4", "-p", "Once", "-n", 1, "--activations", "int8", "--json").done().out)
     assert one["stats"]["activations"] == "int8"
@@ -95,7 +105,7 @@ def test_end_token_and_full_context_end_the_text(w4: Runner, tmp_path: Path, con
     with w4conv.Model(container) as model:  # the first token that this model chooses becomes its end token
         first = next(model.generate(tiny_tokenizer().encode("abc").ids, max_tokens=1))
     make_llama_dir(tmp_path / "ends", tied=True, config={"eos_token_id": first})
-    w4("quantize", "ends", "ends.w4").done()
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", "ends", "ends.w4").done()
     ended = json.loads(w4("run", "ends.w4", "-p", "abc", "-n", 9, "--json").done().out)
     assert (ended["finish"], ended["text"]) == ("stop", "")
 
@@ -155,7 +165,7 @@ def test_errors(w4: Runner, container: Path, stories: Path, tmp_path: Path) -> N
 def test_no_bos_and_no_text(w4: Runner, tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in")
     (source / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    w4("quantize", "in", "o.w4").done()
+    w4("quantize", "--effort", "0", "--scheme", "w4a16", "in", "o.w4").done()
     w4("run", "o.w4", "-p", "").failed(2, "prompt is empty")
 
 

@@ -31,7 +31,7 @@ import sys
 from w4conv.commands.quantize import quantize
 source, out, resume = sys.argv[1:]
 print("ready", flush=True)
-report = quantize(source, out, resume=resume == "resume", threads=1)
+report = quantize(source, out, resume=resume == "resume", threads=1, effort=0, scheme="w4a16")
 print(*[note for note in report.notes if note.startswith("resumed")] or ["whole"], flush=True)
 """
 

@@ -34,7 +34,19 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantize(model: Path, out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command, and that it leaves its source alone."""
     before = {file.name: file.read_bytes() for file in model.iterdir()}
-    command = [sys.executable, "-m", "w4conv", "quantize", str(model), str(out), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "w4conv",
+        "quantize",
+        "--effort",
+        "0",
+        "--scheme",
+        "w4a16",
+        str(model),
+        str(out),
+        *options,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
     return run
@@ -59,7 +71,7 @@ def test_a_sync_that_fails(model: Path, shim: Path, tmp_path: Path, resume: tupl
     """Even --resume keeps nothing then: after a failed sync the disk may differ from what a read gives."""
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "fsync", "W4_FAIL_ERRNO": str(errno.EIO)}
-    assert_refused(quantize(model, out, *resume, **failing), str(out), os.strerror(errno.EIO))
+    assert_refused(quantize(model, out, *resume, **failing, effort=0, scheme="w4a16"), str(out), os.strerror(errno.EIO))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,7 +80,7 @@ def test_a_sync_that_fails(model: Path, shim: Path, tmp_path: Path, resume: tupl
 def test_a_write_that_fails(model: Path, shim: Path, tmp_path: Path, number: int) -> None:
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "write", "W4_FAIL_ERRNO": str(number), "W4_FAIL_AFTER": "20"}
-    assert_refused(quantize(model, out, **failing), str(out), os.strerror(number))
+    assert_refused(quantize(model, out, **failing, effort=0, scheme="w4a16"), str(out), os.strerror(number))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,12 +88,12 @@ def test_a_write_that_fails(model: Path, shim: Path, tmp_path: Path, number: int
 def test_a_write_that_fails_is_resumed(model: Path, shim: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "write", "W4_FAIL_ERRNO": str(errno.EDQUOT), "W4_FAIL_AFTER": "40"}  # fmt: skip  # noqa: E501 - one call
-    assert_refused(quantize(model, out, "--resume", **failing), os.strerror(errno.EDQUOT))
+    assert_refused(quantize(model, out, "--resume", **failing, effort=0, scheme="w4a16"), os.strerror(errno.EDQUOT))
     assert [file.name for file in tmp_path.iterdir()] == ["out.w4.partial"]
-    done = quantize(model, out, "--resume")
+    done = quantize(model, out, "--resume", effort=0, scheme="w4a16")
     assert done.returncode == 0
     assert "resumed:" in done.stdout
-    quantize(model, tmp_path / "whole.w4")
+    quantize(model, tmp_path / "whole.w4", effort=0, scheme="w4a16")
     assert out.read_bytes() == (tmp_path / "whole.w4").read_bytes()
 
 
@@ -89,10 +101,12 @@ def test_a_write_that_fails_is_resumed(model: Path, shim: Path, tmp_path: Path) 
 def test_a_directory_that_cannot_be_synced(model: Path, shim: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "fsyncdir", "W4_FAIL_ERRNO": str(errno.EIO)}
-    assert_refused(quantize(model, out, **failing), "is complete, but", os.strerror(errno.EIO))
+    assert_refused(
+        quantize(model, out, **failing, effort=0, scheme="w4a16"), "is complete, but", os.strerror(errno.EIO)
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["out.w4"]
     failing["W4_FAIL_ERRNO"] = str(errno.EINVAL)  # a file system where directories cannot be synced at all
-    assert quantize(model, out, "--overwrite", **failing).returncode == 0
+    assert quantize(model, out, "--overwrite", **failing, effort=0, scheme="w4a16").returncode == 0
 
 
 @pytest.fixture
@@ -106,7 +120,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_too_small_is_known_beforehand(model: Path, small_disk: Path) -> None:
-    run = quantize(model, small_disk / "out.w4")
+    run = quantize(model, small_disk / "out.w4", effort=0, scheme="w4a16")
     assert_refused(run, "bytes are needed, but only")
     assert list(small_disk.iterdir()) == []
 
@@ -120,7 +134,18 @@ shutil.disk_usage = lambda _: SimpleNamespace(free=10**12)
 from w4conv.cli.main import main
 main()
 """
-    command = [sys.executable, "-c", code, "quantize", str(model), str(small_disk / "out.w4")]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "quantize",
+        "--effort",
+        "0",
+        "--scheme",
+        "w4a16",
+        str(model),
+        str(small_disk / "out.w4"),
+    ]
     run = subprocess.run(command, capture_output=True, text=True)
     assert_refused(run, os.strerror(errno.ENOSPC))
     assert list(small_disk.iterdir()) == []
@@ -128,7 +153,7 @@ main()
 
 def test_a_read_only_disk(model: Path, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    run = quantize(model, small_disk / "out.w4")
+    run = quantize(model, small_disk / "out.w4", effort=0, scheme="w4a16")
     assert_refused(run, "no permission to create files")
 
 

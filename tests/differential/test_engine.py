@@ -23,7 +23,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("scheme", ["f32", "keep"])
 def test_logits_equal_transformers(case: Case, tmp_path: Path, scheme: str) -> None:
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme=scheme)
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme=scheme, effort=0)
     with Model(tmp_path / "m.w4", kv="f32") as model:
         got = model.logits(case.tokens)
     want = case.want
@@ -32,7 +32,7 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path, scheme: str) -> N
 
 
 def test_greedy_tokens_equal_transformers(case: Case, tmp_path: Path) -> None:
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32", effort=0)
     prompt = case.tokens[:8].tolist()
     with Model(tmp_path / "m.w4", kv="f32") as model:
         got = list(model.generate(prompt, max_tokens=64))
@@ -50,7 +50,7 @@ def test_the_bits_depend_on_no_tier_thread_or_chunking(
         monkeypatch.setenv("W4CONV_ISA", tier)
         for threads, pieces in ((1, [N_TOKENS]), (2, [1] * N_TOKENS), (2, [13, 1, 50])):
             path = tmp_path / f"{tier}-{threads}-{len(pieces)}.w4"
-            w4conv.quantize(case.folder, path, scheme=scheme, threads=threads)
+            w4conv.quantize(case.folder, path, scheme=scheme, threads=threads, effort=0)
             files.add(path.read_bytes())
             with Model(path, threads=threads) as model:
                 assert (model.isa, model.threads) == (tier, threads)
@@ -64,7 +64,7 @@ def test_the_bits_depend_on_no_tier_thread_or_chunking(
 
 
 def test_the_bits_are_those_of_the_reference_forward_pass(case: Case, tmp_path: Path) -> None:
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32", effort=0)
     with open_container(tmp_path / "m.w4") as container, Model(container, kv="int8") as model:
         want = ReferenceModel(container, kv="int8").logits(case.tokens.tolist())
         assert model.logits(case.tokens).tobytes() == want.tobytes()
@@ -75,7 +75,7 @@ def test_int8_is_close_and_int4_is_near(case: Case, tmp_path: Path) -> None:
     want = case.want
     errors = {}
     for scheme in ("w8a16", "w4a16"):
-        w4conv.quantize(case.folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32)
+        w4conv.quantize(case.folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=32, effort=0)
         assert w4conv.verify(tmp_path / f"{scheme}.w4", against=case.folder).ok
         with Model(tmp_path / f"{scheme}.w4") as model:
             of_tokens = ((model.logits(case.tokens) - want) ** 2).mean(1) / np.var(want)
@@ -86,7 +86,7 @@ def test_int8_is_close_and_int4_is_near(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_truncated_session_goes_on_as_if_new(case: Case, tmp_path: Path) -> None:
-    w4conv.quantize(case.folder, tmp_path / "m.w4")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", effort=0, scheme="w4a16")
     with Model(tmp_path / "m.w4") as model:
         session = model.session()
         session.append(case.tokens)
@@ -99,7 +99,7 @@ def test_stories260k_tells_its_documented_story(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     folder = trained()
-    w4conv.quantize(folder, tmp_path / "m.w4", scheme="keep")
+    w4conv.quantize(folder, tmp_path / "m.w4", scheme="keep", effort=0)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     want = (folder / "sample_greedy.txt").read_text().strip()
     with Model(tmp_path / "m.w4") as model:
@@ -113,7 +113,7 @@ def test_stories260k_tells_its_documented_story(tmp_path: Path) -> None:
 def test_stories260k_of_other_types_runs(tmp_path: Path, dtype: str) -> None:
     folder = trained(dtype)
     for scheme, group_size in (("keep", None), ("w4a16", 32)):
-        w4conv.quantize(folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=group_size)
+        w4conv.quantize(folder, tmp_path / f"{scheme}.w4", scheme=scheme, group_size=group_size, effort=0)
         with Model(tmp_path / f"{scheme}.w4") as model:
             assert np.isfinite(model.logits(list(range(1, 60)))).all()
     with open_container(tmp_path / "keep.w4") as container:

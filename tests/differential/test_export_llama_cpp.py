@@ -52,7 +52,7 @@ def logits(llm: object, ids: list[int]) -> np.ndarray:
 def test_logits_of_float_weights(tmp_path: Path, architecture: str) -> None:
     """Nothing is quantized, so every mistake of order, name or metadata shows."""
     make_llama_dir(tmp_path / "in", architecture=architecture, dtype="F32", hidden=64, inner=96)
-    w4conv.quantize(tmp_path / "in", tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(tmp_path / "in", tmp_path / "m.w4", scheme="f32", effort=0)
     export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
     with w4conv.Model(tmp_path / "m.w4", kv="f32") as model:
@@ -72,7 +72,7 @@ def test_chat_template(tmp_path: Path, architecture: str) -> None:
     """llama.cpp finds the template in the file, recognises it, and writes the chat as we do."""
     source = make_llama_dir(tmp_path / "in", architecture=architecture, hidden=64, inner=96)
     (source / "chat_template.jinja").write_text(CHATML)
-    w4conv.quantize(source, tmp_path / "m.w4", group_size=32)
+    w4conv.quantize(source, tmp_path / "m.w4", group_size=32, effort=0)
     export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     llm = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
     template = llama_cpp.llama_model_chat_template(llm.model, None)
@@ -100,13 +100,13 @@ def test_chat_template(tmp_path: Path, architecture: str) -> None:
 def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtype: str, scheme: str) -> None:
     """Its own quantizer's blocks are kept by default, mean the same in both engines, and go back as they were."""
     make_llama_dir(tmp_path / "in", dtype="F32", hidden=256, inner=512)
-    w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32")
+    w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32", effort=0)
     export(tmp_path / "f.w4", tmp_path / "f.gguf", to="gguf")
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.pure, settings.nthread = file_type, True, 1
     paths = [str(tmp_path / name).encode() for name in ("f.gguf", "q.gguf")]
     assert llama_cpp.llama_model_quantize(*paths, settings) == 0
-    assert w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4").scheme == "keep"
+    assert w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4", effort=0).scheme == "keep"
     stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "q.gguf").tensors}
     found = values(tmp_path / "q.w4")
     for ours, theirs in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
@@ -130,13 +130,13 @@ def test_files_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int, qtyp
 def test_mixtures_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int) -> None:
     """Its own choice of types: kept whole, and nothing of it lost."""
     make_llama_dir(tmp_path / "in", dtype="F32", hidden=256, inner=512)
-    w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32")
+    w4conv.quantize(tmp_path / "in", tmp_path / "f.w4", scheme="f32", effort=0)
     export(tmp_path / "f.w4", tmp_path / "f.gguf", to="gguf")
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = file_type, 1
     paths = [str(tmp_path / name).encode() for name in ("f.gguf", "q.gguf")]
     assert llama_cpp.llama_model_quantize(*paths, settings) == 0
-    assert w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4").scheme == "keep"
+    assert w4conv.quantize(tmp_path / "q.gguf", tmp_path / "q.w4", effort=0).scheme == "keep"
     assert w4conv.verify(tmp_path / "q.w4", against=tmp_path / "q.gguf").ok
     found = values(tmp_path / "q.w4")
     (tensor,) = (t for t in gguf.GGUFReader(tmp_path / "q.gguf").tensors if t.name == "blk.1.attn_v.weight")
@@ -145,7 +145,7 @@ def test_mixtures_that_llama_cpp_has_quantized(tmp_path: Path, file_type: int) -
 
 
 def test_a_trained_model_with_pieces(tmp_path: Path) -> None:
-    w4conv.quantize(trained(), tmp_path / "s.w4", group_size=32)
+    w4conv.quantize(trained(), tmp_path / "s.w4", group_size=32, effort=0)
     export(tmp_path / "s.w4", tmp_path / "s.gguf", to="gguf")
     llm = load(tmp_path / "s.gguf", 256)
     with open_container(tmp_path / "s.w4") as container:
@@ -169,7 +169,7 @@ def test_perplexity_of_a_real_model(tmp_path: Path, group_size: int) -> None:
     if folder is None:
         pytest.skip("no real model (set W4CONV_TEST_MODEL to the directory of one, such as SmolLM2-135M-Instruct)")
     text = data_dir("wikitext-2-raw", "wiki.test.raw").read_text()[:100_000]
-    w4conv.quantize(folder, tmp_path / "m.w4", group_size=group_size)
+    w4conv.quantize(folder, tmp_path / "m.w4", group_size=group_size, effort=0)
     export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     llm = load(tmp_path / "m.gguf", 512)
     with open_container(tmp_path / "m.w4") as container:

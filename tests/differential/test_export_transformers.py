@@ -22,7 +22,7 @@ IDS = np.random.default_rng(0).integers(0, 300, 24).tolist()
 def reference(path: Path, tmp_path: Path) -> np.ndarray:
     """Our engine in float32 on the very values of the container."""
     export(path, tmp_path / "f32", to="safetensors")
-    w4conv.quantize(tmp_path / "f32", tmp_path / "f32.w4", scheme="f32")
+    w4conv.quantize(tmp_path / "f32", tmp_path / "f32.w4", scheme="f32", effort=0)
     with w4conv.Model(tmp_path / "f32.w4", kv="f32") as model:
         return model.logits(IDS)
 
@@ -70,7 +70,7 @@ def test_further_families(tmp_path: Path, name: str, settings: dict[str, int]) -
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "in")
     path = tmp_path / "m.w4"
-    w4conv.quantize(tmp_path / "in", path, group_size=32)
+    w4conv.quantize(tmp_path / "in", path, group_size=32, effort=0, scheme="w4a16")
     assert export(path, tmp_path / "out", to="compressed-tensors", dtype="f32").exact
     assert w4conv.verify(tmp_path / "out", against=path).ok
     assert np.abs(logits(tmp_path / "out") - reference(path, tmp_path)).max() < 1e-3
@@ -86,7 +86,7 @@ def test_stacks_of_experts(tmp_path: Path, name: str, settings: dict[str, int]) 
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "in")
     path = tmp_path / "m.w4"
-    w4conv.quantize(tmp_path / "in", path, group_size=32)
+    w4conv.quantize(tmp_path / "in", path, group_size=32, effort=0, scheme="w4a16")
     expected = reference(path, tmp_path)
     assert np.abs(logits(tmp_path / "f32") - expected).max() < 1e-3
     assert w4conv.verify(tmp_path / "f32", against=path).ok

@@ -56,9 +56,9 @@ def logits(path: Path, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float3
 
 @pytest.mark.parametrize("scheme", ["f32", "w4a16"])
 def test_read_back_it_is_the_same_model(case: Case, tmp_path: Path, scheme: str) -> None:
-    w4conv.quantize(case.folder, tmp_path / "a.w4", scheme=scheme, group_size=None if scheme == "f32" else 32)
+    w4conv.quantize(case.folder, tmp_path / "a.w4", scheme=scheme, group_size=None if scheme == "f32" else 32, effort=0)
     export_f32(tmp_path / "a.w4", tmp_path / "a.gguf", "gguf")
-    w4conv.quantize(tmp_path / "a.gguf", tmp_path / "b.w4", scheme="keep")
+    w4conv.quantize(tmp_path / "a.gguf", tmp_path / "b.w4", scheme="keep", effort=0)
     want = logits(tmp_path / "a.w4", case.tokens)
     # Gemma's norms are stored with 1 added, which rounds them. Rows that are no multiple of 32 long become floats,
     # whose products take other activations.
@@ -70,7 +70,7 @@ def test_read_back_it_is_the_same_model(case: Case, tmp_path: Path, scheme: str)
 def test_llama_cpp_computes_the_same(case: Case, tmp_path: Path) -> None:
     """Nothing is quantized, so every mistake of order, name or metadata shows."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the consumer; it is built from source")
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32", effort=0)
     export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     llm = llama_cpp.Llama(
         str(tmp_path / "m.gguf"), n_ctx=64, n_batch=64, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1
@@ -90,7 +90,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(name: str, tmp_path: Path)
                            **rope("yarn", factor=8.0, original_max_position_embeddings=32)})  # fmt: skip
     case = Case(name, tmp_path, rounded if name == "gpt_oss-rounded" else None)
     tiny_tokenizer(SIZES["vocab_size"] - 1).save(str(case.folder / "tokenizer.json"))
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32", effort=0)
     with pytest.raises(InputError, match="export"):
         export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     assert not (tmp_path / "m.gguf").exists()

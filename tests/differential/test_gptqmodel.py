@@ -122,7 +122,7 @@ def test_auto_round(tmp_path: Path, layout: str) -> None:
     rounder = auto_round.AutoRound(model, tokenizer, bits=4, group_size=32, sym=False, iters=0, device_map="cpu")
     rounder.quantize_and_save(str(tmp_path / "out"), format=layout)
     (directory,) = (path.parent for path in (tmp_path / "out").rglob("config.json"))
-    w4conv.quantize(directory, tmp_path / "m.w4")
+    w4conv.quantize(directory, tmp_path / "m.w4", effort=0)
     assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
     if layout == "auto_awq":
         loaded = load(directory, "TORCH_AWQ")

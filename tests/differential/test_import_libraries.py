@@ -36,7 +36,7 @@ def check(directory: Path, expected: dict[str, np.ndarray], kind: str) -> None:
         for name, value in expected.items():
             assert same(source.read(name).astype(np.float32), value), name
     out = directory.with_suffix(".w4")
-    w4conv.quantize(directory, out, scheme="keep")
+    w4conv.quantize(directory, out, scheme="keep", effort=0)
     kept = values(out)
     assert all(same(kept[name], value) for name, value in expected.items())
     assert {schemes(out)[name].kind for name in expected} == {kind}
@@ -145,7 +145,7 @@ def test_mxfp4(tmp_path: Path) -> None:
             assert str(source.tensors[name].coding) == "e2m1/g32"
             assert same(source.read(name), value), name
             assert same(source.read(name, slice(1, 2)), value[1:2])
-    w4conv.quantize(directory, tmp_path / "m.w4")
+    w4conv.quantize(directory, tmp_path / "m.w4", effort=0)
     kept = values(tmp_path / "m.w4")
     assert len(expected) == 4
     assert all(same(kept[name], value) for name, value in expected.items())
@@ -170,7 +170,7 @@ def test_mxfp4(tmp_path: Path) -> None:
             found = stored[f"blk.{layer}.ffn_{part}_exps.weight"]
             assert found.tensor_type.name == "MXFP4"
             assert same(gguf.dequantize(found.data, found.tensor_type), np.ascontiguousarray(value))
-    w4conv.quantize(tmp_path / "m.gguf", tmp_path / "again.w4", scheme="keep")
+    w4conv.quantize(tmp_path / "m.gguf", tmp_path / "again.w4", scheme="keep", effort=0)
     assert parts(tmp_path / "again.w4") == parts(tmp_path / "m.w4")
     assert w4conv.verify(tmp_path / "again.w4", against=tmp_path / "m.gguf").ok
     assert w4conv.verify(tmp_path / "m.gguf", against=tmp_path / "m.w4").ok

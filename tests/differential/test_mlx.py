@@ -64,7 +64,7 @@ def test_import(tmp_path: Path, group_size: int, bits: int) -> None:
     with open_source(tmp_path / "m") as source:
         for name, value in expected.items():
             assert same(source.read(name), value), name
-    w4conv.quantize(tmp_path / "m", tmp_path / "m.w4", scheme="keep" if bits == 8 else None)
+    w4conv.quantize(tmp_path / "m", tmp_path / "m.w4", scheme="keep" if bits == 8 else None, effort=0)
     kept = values(tmp_path / "m.w4")
     assert all(same(kept[name], value) for name, value in expected.items())
     kinds = {schemes(tmp_path / "m.w4")[name].kind for name in expected}
@@ -81,7 +81,7 @@ def test_import(tmp_path: Path, group_size: int, bits: int) -> None:
     ids = np.arange(40)
     with w4conv.Model(tmp_path / "m.w4", kv="f32") as model:
         ours = model.logits(ids)
-    w4conv.quantize(tmp_path / "m", tmp_path / "f32.w4", scheme="f32")
+    w4conv.quantize(tmp_path / "m", tmp_path / "f32.w4", scheme="f32", effort=0)
     with w4conv.Model(tmp_path / "f32.w4", kv="f32") as model:
         theirs = model.logits(ids)
     assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
@@ -103,7 +103,7 @@ def test_mxfp4(tmp_path: Path) -> None:
             tensors |= {f"{module}.{part}": a for part, a in zip(("scales", "biases"), rest, strict=False)}
             expected[name] = dequantized(tensors, module, **own)
     mx.save_safetensors(str(tmp_path / "m/model.safetensors"), tensors)
-    w4conv.quantize(tmp_path / "m", tmp_path / "m.w4")
+    w4conv.quantize(tmp_path / "m", tmp_path / "m.w4", effort=0)
     kept = values(tmp_path / "m.w4")
     assert all(same(kept[name], value) for name, value in expected.items())
     assert {str(schemes(tmp_path / "m.w4")[name]) for name in expected} == {"e2m1/g32", "int4o/g32"}

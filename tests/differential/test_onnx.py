@@ -59,7 +59,7 @@ class Session:
 def reference(path: Path, ids: np.ndarray) -> np.ndarray:
     """The engine in float32 on the values of the container."""
     export(path, path.with_name("plain"), to="safetensors")
-    w4conv.quantize(path.with_name("plain"), path.with_name("f32.w4"), scheme="f32")
+    w4conv.quantize(path.with_name("plain"), path.with_name("f32.w4"), scheme="f32", effort=0)
     with w4conv.Model(path.with_name("f32.w4"), kv="f32") as model:
         return model.logits(ids.tolist())
 
@@ -119,7 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_families(tmp_path: Path, name: str) -> None:
     kind, settings = FAMILIES[name]
     case = Case(name, tmp_path, (kind, settings | {"intermediate_size": 192}))
-    w4conv.quantize(case.folder, tmp_path / "m.w4", group_size=32)
+    w4conv.quantize(case.folder, tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     assert export(tmp_path / "m.w4", tmp_path / "out", to="onnx").exact
     expected = reference(tmp_path / "m.w4", case.tokens)
     session = Session(tmp_path / "out")
@@ -137,7 +137,7 @@ def test_families(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_what_has_no_graph(tmp_path: Path, name: str, reason: str) -> None:
-    w4conv.quantize(Case(name, tmp_path).folder, tmp_path / "m.w4", group_size=32)
+    w4conv.quantize(Case(name, tmp_path).folder, tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     with pytest.raises(InputError, match=reason):
         export(tmp_path / "m.w4", tmp_path / "out", to="onnx")
 
@@ -175,7 +175,7 @@ def test_one_operator(tmp_path: Path, kind: str) -> None:
 def test_there_and_back(tmp_path: Path) -> None:
     path = recoded(converted(tmp_path, **SHAPE), lambda n, s: INT4Z if "up_proj" in n else None)
     export(path, tmp_path / "out", to="onnx")
-    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4")
+    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", effort=0, scheme="w4a16")
     assert parts(tmp_path / "again.w4") == parts(path)
     assert w4conv.verify(tmp_path / "again.w4", against=tmp_path / "out").ok
 
@@ -220,7 +220,7 @@ def test_genai_generates(tmp_path: Path, name: str) -> None:
         path = tmp_path / "m.w4"
         case = Case(name, tmp_path, (kind, settings | {"intermediate_size": 192}))
         tiny_tokenizer(300).save(str(case.folder / "tokenizer.json"))
-        w4conv.quantize(case.folder, path, group_size=32)
+        w4conv.quantize(case.folder, path, group_size=32, effort=0, scheme="w4a16")
     export(path, tmp_path / "out", to="onnx")
     model = genai.Model(str(tmp_path / "out"))
     settings = genai.GeneratorParams(model)

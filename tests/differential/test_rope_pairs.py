@@ -40,7 +40,7 @@ def test_pairs_of_ropes(tmp_path: Path, full: str, local: str) -> None:
         },
     }  # fmt: skip
     case = Case(f"{full}-{local}", tmp_path, ("gemma3_text", settings))
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32", effort=0)
     with w4conv.Model(tmp_path / "m.w4", kv="f32") as model:
         got = model.logits(case.tokens)
         for n in (HALF, len(case.tokens)):
@@ -71,7 +71,7 @@ def test_two_longropes(tmp_path: Path, full: int, local: int) -> None:
     }  # fmt: skip
     case = Case("two", tmp_path, ("gemma3_text", settings))
     want = np.stack([case.logits(case.tokens[: n + 1])[-1] for n in range(len(case.tokens))])
-    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32")
+    w4conv.quantize(case.folder, tmp_path / "m.w4", scheme="f32", effort=0)
     with w4conv.Model(tmp_path / "m.w4", kv="f32") as model:
         got = model.logits(case.tokens)
         assert np.abs(got - want).max() < 1e-4

@@ -39,7 +39,7 @@ def theirs(folder: Path) -> np.ndarray[Any, Any]:
 
 def ours(folder: Path, **options: Any) -> tuple[np.ndarray[Any, Any], w4conv.ConversionReport]:
     out = folder.with_suffix(".w4")
-    report = w4conv.quantize(folder, out, scheme="f32", overwrite=True, **options)
+    report = w4conv.quantize(folder, out, scheme="f32", overwrite=True, **options, effort=0)
     assert w4conv.verify(out, against=folder).ok
     with w4conv.Model(out, kv="f32") as model:
         return model.logits(IDS), report

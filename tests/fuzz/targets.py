@@ -251,7 +251,7 @@ def _converted() -> bytes:
     directory, weights = _checkpoint()
     (directory / "model.safetensors").write_bytes(weights)
     path = _folder() / "model.w4"
-    quantize(directory, path, overwrite=True)
+    quantize(directory, path, overwrite=True, effort=0, scheme="w4a16")
     return path.read_bytes()
 
 

@@ -17,7 +17,7 @@ from w4conv.runtime.layer_model import Captured, HeadModel, LayerModel, padded_w
 @pytest.mark.parametrize("scheme", ["w4a16", "f32"])
 def test_layer_by_layer_equals_the_model(tmp_path: Path, scheme: str) -> None:
     group_size = None if scheme == "f32" else 32
-    quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", scheme=scheme, group_size=group_size)
+    quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", scheme=scheme, group_size=group_size, effort=0)
     ids = np.random.default_rng(0).integers(0, 250, 130)  # more than one native call holds
     with Model(tmp_path / "m.w4", threads=2) as model:
         spec, container = model.spec, model.container

@@ -39,11 +39,11 @@ class Place:
         self.source = make_llama_dir(root / "hf")
         self.path, self.out, self.text = root / "m.w4", root / "out", root / "t.txt"
         self.text.write_text(WORDS * 60)
-        quantize(self.source, self.path, group_size=32)
+        quantize(self.source, self.path, group_size=32, effort=0, scheme="w4a16")
         self.model = Model(self.path, threads=1)
 
     def quantize(self, **options: Any) -> object:
-        return quantize(self.source, self.out, dry_run=True, **options)
+        return quantize(self.source, self.out, dry_run=True, **options, effort=0, scheme="w4a16")
 
     def calibrated(self, **options: Any) -> object:
         return self.quantize(calibration=self.text, **{"calibration_tokens": 512, "calibration_ctx": 32} | options)
@@ -167,10 +167,10 @@ def test_every_kind_of_integer_is_a_count(case: str, kind: type, place: Place) -
 
 
 def test_group_size_zero_is_a_row(place: Place) -> None:
-    report = quantize(place.source, place.out, group_size=0, dry_run=True)
+    report = quantize(place.source, place.out, group_size=0, dry_run=True, effort=0, scheme="w4a16")
     assert report.group_size == 0
-    assert report == quantize(place.source, place.out, group_size="row", dry_run=True)
-    assert report != quantize(place.source, place.out, dry_run=True)
+    assert report == quantize(place.source, place.out, group_size="row", dry_run=True, effort=0, scheme="w4a16")
+    assert report != quantize(place.source, place.out, dry_run=True, effort=0, scheme="w4a16")
 
 
 @pytest.mark.parametrize("ids", [
@@ -214,8 +214,8 @@ def named(value: object) -> str:
 @pytest.mark.parametrize("value", NO_PATHS, ids=named)
 def test_what_is_no_path_is_refused(value: Any, place: Place) -> None:
     for call in (
-        lambda: quantize(value, place.out),
-        lambda: quantize(place.source, value),
+        lambda: quantize(value, place.out, effort=0, scheme="w4a16"),
+        lambda: quantize(place.source, value, effort=0, scheme="w4a16"),
         lambda: place.quantize(calibration=value),
         lambda: calibrate(place.source, value, place.out, tokens=512, ctx=32),
         lambda: calibrate(place.source, place.text, value, tokens=512, ctx=32),
@@ -234,7 +234,7 @@ def test_what_is_no_flag_overwrites_nothing(value: Any, place: Place) -> None:
         export(place.path, folder, to="safetensors")
     before = place.path.read_bytes(), (folder / "config.json").read_bytes()
     for call in (
-        lambda: quantize(place.source, place.path, overwrite=value),
+        lambda: quantize(place.source, place.path, overwrite=value, effort=0, scheme="w4a16"),
         lambda: export(place.path, folder, to="safetensors", overwrite=value),
         lambda: cat(place.path, "model.norm.weight", folder / "config.json", overwrite=value),
     ):

@@ -131,7 +131,7 @@ def test_an_idle_pool_burns_nothing() -> None:
 
 
 def test_parts_add_up_to_the_forward_pass(tmp_path: Path) -> None:
-    quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", group_size=32)
+    quantize(make_llama_dir(tmp_path / "in"), tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     with Model(tmp_path / "m.w4", threads=1) as model:
         session = model.session()
         session.append(list(range(40)))

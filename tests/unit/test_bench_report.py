@@ -25,7 +25,7 @@ NAME = "a & <b> w4a16"
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> BenchReport:
     folder = tmp_path_factory.mktemp("bench")
-    quantize(make_llama_dir(folder / "in"), folder / "m.w4", group_size=32)
+    quantize(make_llama_dir(folder / "in"), folder / "m.w4", group_size=32, effort=0, scheme="w4a16")
     with open_container(folder / "m.w4") as container:
         return bench([(NAME, container), ("two", container)], n_prompt=20, n_tokens=2, rounds=2, context=40)
 

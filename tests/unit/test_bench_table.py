@@ -28,7 +28,7 @@ NAMES = (
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> BenchReport:
     folder = tmp_path_factory.mktemp("bench")
-    quantize(make_llama_dir(folder / "in"), folder / "m.w4", group_size=32)
+    quantize(make_llama_dir(folder / "in"), folder / "m.w4", group_size=32, effort=0, scheme="w4a16")
     with open_container(folder / "m.w4") as container:
         return bench([("a", container), ("b", container)], n_prompt=4, n_tokens=1, rounds=1, context=16)
 

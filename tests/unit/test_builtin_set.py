@@ -193,7 +193,7 @@ def test_the_day_does_not_count(model: Path) -> None:
 
 
 def test_the_record_names_the_set(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "o.w4", calibration="builtin", **SMALL)
+    quantize(model, tmp_path / "o.w4", calibration="builtin", **SMALL, scheme="w4a16")
     with open_container(tmp_path / "o.w4") as container:
         record = container.provenance["calibration"]
     assert record["set"] == "builtin"
@@ -204,13 +204,13 @@ def test_the_record_names_the_set(model: Path, tmp_path: Path) -> None:
     assert record["chat_dialogues"] == found.n_chat == sum(not isinstance(d, str) for d in documents())
     assert record["text_blake3"] == blake3(found.content.encode()).hexdigest() != builtin.DIGEST
     assert (record["tokens"], record["ctx"]) == (512, 32)
-    quantize(model, tmp_path / "again.w4", calibration="builtin", **SMALL)
+    quantize(model, tmp_path / "again.w4", calibration="builtin", **SMALL, scheme="w4a16")
     assert (tmp_path / "o.w4").read_bytes() == (tmp_path / "again.w4").read_bytes()
 
 
 def test_statistics_name_the_set_too(model: Path, tmp_path: Path) -> None:
     calibrate(model, "builtin", tmp_path / "s.safetensors", tokens=512, ctx=32)
-    quantize(model, tmp_path / "o.w4", calibration=tmp_path / "s.safetensors", method="search")
+    quantize(model, tmp_path / "o.w4", calibration=tmp_path / "s.safetensors", method="search", scheme="w4a16")
     with open_container(tmp_path / "o.w4") as container:
         record = container.provenance["calibration"]
     assert (record["set"], record["set_version"], record["set_blake3"]) == ("builtin", builtin.VERSION, builtin.DIGEST)
@@ -220,19 +220,26 @@ def test_a_file_of_that_name_is_told_by_a_path(model: Path, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("builtin").write_text("A file of the user's. " * 1000)
     for i, file in enumerate(("./builtin", Path("builtin"), os.path.join(".", "builtin"))):  # noqa: PTH118
-        quantize(model, f"{i}.w4", calibration=file, **SMALL)
+        quantize(model, f"{i}.w4", calibration=file, **SMALL, scheme="w4a16")
         with open_container(Path(f"{i}.w4")) as container:
             record = container.provenance["calibration"]
         assert record["text_blake3"] == blake3(Path("builtin").read_bytes()).hexdigest()
         assert "set" not in record
-    quantize(model, "b.w4", calibration="builtin", **SMALL)
+    quantize(model, "b.w4", calibration="builtin", **SMALL, scheme="w4a16")
     with open_container(Path("b.w4")) as container:
         assert container.provenance["calibration"]["set_blake3"] == builtin.DIGEST
 
 
 def test_too_many_tokens_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the built-in calibration set has .* fewer than"):
-        quantize(model, tmp_path / "o.w4", calibration="builtin", calibration_tokens=10_000_000, calibration_ctx=32)
+        quantize(
+            model,
+            tmp_path / "o.w4",
+            calibration="builtin",
+            calibration_tokens=10_000_000,
+            calibration_ctx=32,
+            scheme="w4a16",
+        )
 
 
 def test_sequences_are_taken_evenly_from_the_whole(model: Path) -> None:

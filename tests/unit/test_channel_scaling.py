@@ -51,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(loud: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "awq.w4"
-    report = quantize(loud, out, calibration=text, **OPTIONS)
+    report = quantize(loud, out, calibration=text, **OPTIONS, scheme="w4a16")
     assert report.method == "awq"
     assert any("places of 2 layers" in note for note in report.notes)
     return out
@@ -75,8 +75,8 @@ def test_outputs_are_nearer_than_without(converted: Path, loud: Path, text: Path
     from w4conv.runtime.engine import Model
     from w4conv.runtime.tokenizer import Tokenizer
 
-    quantize(loud, tmp_path / "keep.w4", scheme="keep")
-    quantize(loud, tmp_path / "search.w4", calibration=text, **(OPTIONS | {"method": "search"}))
+    quantize(loud, tmp_path / "keep.w4", scheme="keep", effort=0)
+    quantize(loud, tmp_path / "search.w4", calibration=text, **(OPTIONS | {"method": "search"}), scheme="w4a16")
     logits = {}
     for path in (tmp_path / "keep.w4", tmp_path / "search.w4", converted):
         with Model(path) as m:
@@ -124,9 +124,10 @@ def test_resumed(converted: Path, loud: Path, text: Path, tmp_path: Path) -> Non
 
     out = tmp_path / "out.w4"
     with pytest.raises(KeyboardInterrupt):
-        quantize(loud, out, calibration=text, resume=True, progress=Stop(), **OPTIONS)
+        quantize(loud, out, calibration=text, resume=True, progress=Stop(), **OPTIONS, scheme="w4a16")
     assert any(
-        note.startswith("resumed") for note in quantize(loud, out, calibration=text, resume=True, **OPTIONS).notes
+        note.startswith("resumed")
+        for note in quantize(loud, out, calibration=text, resume=True, **OPTIONS, scheme="w4a16").notes
     )
     assert out.read_bytes() == converted.read_bytes()
 
@@ -140,7 +141,7 @@ def test_a_bias_that_would_be_rounded_keeps_its_channel_as_it_is(text: Path, tmp
         tensors[f"{prefix}.weight"][[3, 20]] *= 12
         tensors[f"{prefix}.bias"][3] = 3 * 2.0**-24
     write_safetensors(model / "model.safetensors", {n: ("F16", as_dtype(a, "F16")) for n, a in tensors.items()})
-    quantize(model, tmp_path / "o.w4", calibration=text, **OPTIONS)
+    quantize(model, tmp_path / "o.w4", calibration=text, **OPTIONS, scheme="w4a16")
     scaled = [e for (_, place), e in folding_of(tmp_path / "o.w4").exponents.items() if place == "o"]
     assert scaled
     assert all(e[20] > 0 and e[3] == 0 for e in scaled)
@@ -150,7 +151,7 @@ def test_a_bias_that_would_be_rounded_keeps_its_channel_as_it_is(text: Path, tmp
 def test_matrices_whose_neighbours_are_not_rounded_so_are_not_scaled(loud: Path, text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('[tensors]\n"*.k_proj.weight" = {scheme = "bf16"}\n"*.up_proj.weight" = {method = "gptq"}\n')
-    quantize(loud, tmp_path / "o.w4", calibration=text, recipe=str(recipe), **OPTIONS)
+    quantize(loud, tmp_path / "o.w4", calibration=text, recipe=str(recipe), **OPTIONS, scheme="w4a16")
     assert {place for _, place in folding_of(tmp_path / "o.w4").exponents} <= {"o"}
     assert verify(tmp_path / "o.w4", against=loud).ok
 

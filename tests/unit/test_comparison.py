@@ -22,10 +22,10 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("diff")
     source = make_llama_dir(folder / "in", dtype="F16", layers=2)
-    quantize(source, folder / "int4.w4", group_size=32)
-    quantize(source, folder / "g64.w4", group_size=64)
-    quantize(source, folder / "nf4.w4", scheme="nf4", group_size=32)
-    quantize(source, folder / "keep.w4", scheme="keep")
+    quantize(source, folder / "int4.w4", group_size=32, effort=0, scheme="w4a16")
+    quantize(source, folder / "g64.w4", group_size=64, effort=0, scheme="w4a16")
+    quantize(source, folder / "nf4.w4", scheme="nf4", group_size=32, effort=0)
+    quantize(source, folder / "keep.w4", scheme="keep", effort=0)
     return folder
 
 

@@ -91,7 +91,7 @@ print(json.dumps([model.ctx, first, peak() - before]))
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_claim_costs_nothing(claim: str, tmp_path: Path) -> None:
     keys, asked, ctx = CLAIMS[claim]
-    quantize(make_llama_dir(tmp_path / "hf", config=keys), tmp_path / "m.w4", group_size=32)
+    quantize(make_llama_dir(tmp_path / "hf", config=keys), tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "m.w4", json.dumps(asked)],
         capture_output=True, text=True, timeout=120, env={**os.environ, "MALLOC_ARENA_MAX": "1"}, check=False,
@@ -118,7 +118,7 @@ REFUSED = {
 def test_a_claim_beyond_the_file_is_named(claim: str, tmp_path: Path) -> None:
     keys, named = REFUSED[claim]
     with pytest.raises(InputError, match=named):
-        quantize(make_llama_dir(tmp_path / "hf", config=keys), tmp_path / "m.w4")
+        quantize(make_llama_dir(tmp_path / "hf", config=keys), tmp_path / "m.w4", effort=0, scheme="w4a16")
 
 
 @pytest.mark.parametrize("layers", [64, 128, 1024])
@@ -153,7 +153,7 @@ def test_rows_of_frequencies_are_those_of_the_whole_table(
 
 def test_logits_are_those_of_a_table_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"max_position_embeddings": 32, **rope("dynamic", factor=128.0)}
-    quantize(make_llama_dir(tmp_path / "hf", config=keys), tmp_path / "m.w4", group_size=32)
+    quantize(make_llama_dir(tmp_path / "hf", config=keys), tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     ids = np.random.default_rng(0).integers(0, 300, 2500)
     with Model(tmp_path / "m.w4", threads=2) as model:
         session = model.session()
@@ -175,7 +175,7 @@ def test_keys_stay_where_memory_grows(kv: str, tmp_path: Path) -> None:
     """Room for keys and values is taken anew many times; a session that takes it at once gives the same bits."""
     keys = {"max_position_embeddings": 1 << 20}
     source = make_llama_dir(tmp_path / "hf", config=keys, heads=4, kv_heads=4, head_dim=256, layers=1)
-    quantize(source, tmp_path / "m.w4", group_size=32)
+    quantize(source, tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     n = {"f16": 2300, "f32": 2100, "int8": 4300}[kv]
     ids = np.random.default_rng(0).integers(0, 300, n)
     with Model(tmp_path / "m.w4", threads=2, kv=kv) as model:

@@ -36,7 +36,7 @@ def save(directory: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def kept(directory: Path) -> ConversionReport:
-    return quantize(directory, directory.with_suffix(".w4"), scheme="keep", overwrite=True)
+    return quantize(directory, directory.with_suffix(".w4"), scheme="keep", overwrite=True, effort=0)
 
 
 def logits(directory: Path) -> np.ndarray:

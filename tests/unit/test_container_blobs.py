@@ -76,7 +76,7 @@ CASES = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("blobs")
     tiny_tokenizer().save(str(make_llama_dir(folder / "in", vocab=320) / "tokenizer.json"))
-    w4conv.quantize(folder / "in", folder / "model.w4")
+    w4conv.quantize(folder / "in", folder / "model.w4", effort=0, scheme="w4a16")
     (folder / "text.txt").write_text("the king and the queen of the kingdom " * 20)
     return folder / "model.w4"
 

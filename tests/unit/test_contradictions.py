@@ -64,7 +64,7 @@ def test_gptq_that_contradicts_itself(tmp_path: Path, settings: Any, encode: Any
 ])  # fmt: skip
 def test_what_is_stored_counts_and_is_said(tmp_path: Path, settings: Any, encode: Any, words: str) -> None:
     directory = write(tmp_path / "m", {**GPTQ, **settings}, encode)
-    report = w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep")
+    report = w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep", effort=0)
     assert any(words in warning for warning in report.warnings)
 
 
@@ -129,9 +129,9 @@ def rewritten(directory: Path, change: Any) -> None:
 @pytest.mark.parametrize("how", RENAMED)
 def test_wrapped_names(tmp_path: Path, how: str) -> None:
     directory = make_llama_dir(tmp_path / "m")
-    want = w4conv.quantize(directory, tmp_path / "a.w4")
+    want = w4conv.quantize(directory, tmp_path / "a.w4", effort=0, scheme="w4a16")
     rewritten(directory, lambda tensors: {RENAMED[how](name): a for name, a in tensors.items()})
-    w4conv.quantize(directory, tmp_path / "b.w4")
+    w4conv.quantize(directory, tmp_path / "b.w4", effort=0, scheme="w4a16")
     with w4conv.open(tmp_path / "a.w4") as a, w4conv.open(tmp_path / "b.w4") as b:
         assert list(a.tensors) == list(b.tensors)
         assert all(same(a.dequantize(name), b.dequantize(name)) for name in a.tensors)
@@ -142,7 +142,7 @@ def test_wrapped_names(tmp_path: Path, how: str) -> None:
 def test_buffers(tmp_path: Path, name: str) -> None:
     directory = make_llama_dir(tmp_path / "m")
     rewritten(directory, lambda tensors: tensors | {name: np.ones((4, 4), np.float16)})
-    report = w4conv.quantize(directory, tmp_path / "m.w4")
+    report = w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
     assert any("follow from the config" in note and name in note for note in report.notes)
 
 
@@ -154,7 +154,7 @@ def test_adapters_are_named(tmp_path: Path, name: str, wrapped: bool) -> None:
     own = name.format(f"{prefix}model.layers.0.self_attn.q_proj")
     rewritten(directory, lambda tensors: tensors | {own: np.ones((8, 64), np.float16)})
     with pytest.raises(InputError, match=r"adapter .LoRA. that is not merged"):
-        w4conv.quantize(directory, tmp_path / "m.w4")
+        w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
 
 
 @pytest.mark.parametrize("method", ["hqq", "aqlm", "exl2", "torchao", "eetq", "quanto", "vptq", "unknown"])
@@ -163,7 +163,7 @@ def test_inspect_describes_what_quantize_refuses(tmp_path: Path, method: str) ->
     names = {"model.layers.0.self_attn.q_proj.qweight": ("I32", np.zeros((6, 64), np.int32))}
     write_safetensors(directory / "model.safetensors", names)
     with pytest.raises(InputError, match=method):
-        w4conv.quantize(directory, tmp_path / "m.w4")
+        w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
     found = inspect(directory)
     assert (found.kind, [t.scheme for t in found.tensors]) == (method, ["I32"])
     assert any("bits 3" in note for note in found.notes)
@@ -175,7 +175,7 @@ def test_the_architecture_comes_first(tmp_path: Path) -> None:
     (directory / "tokenizer.json").write_text("{")
     (directory / "model.safetensors").write_bytes(b"not a header")
     with pytest.raises(InputError, match="FooForCausalLM is not supported"):
-        w4conv.quantize(directory, tmp_path / "m.w4")
+        w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
 
 
 @pytest.mark.parametrize(("config", "words"), [
@@ -188,5 +188,5 @@ def test_the_architecture_comes_first(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_configs_that_spell_things_twice(tmp_path: Path, config: Any, words: str) -> None:
     directory = make_llama_dir(tmp_path / "m", config=config)
-    report = w4conv.quantize(directory, tmp_path / "m.w4")
+    report = w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
     assert any(words in warning for warning in report.warnings), report.warnings

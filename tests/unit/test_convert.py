@@ -74,7 +74,7 @@ def model(tmp_path: Path) -> Path:
 def test_codes_are_those_of_the_reference(tmp_path: Path, scheme: str, group_size: int | str, dtype: str) -> None:
     model = make_llama_dir(tmp_path / "model", dtype=dtype, vocab=300, hidden=72, inner=100, layers=1)
     out = tmp_path / "out.w4"
-    quantize(model, out, scheme=scheme, group_size=group_size)
+    quantize(model, out, scheme=scheme, group_size=group_size, effort=0)
     size = 0 if group_size == "row" else int(group_size)
     with open_container(out) as container:
         container.check()
@@ -100,7 +100,7 @@ def test_codes_are_those_of_the_reference(tmp_path: Path, scheme: str, group_siz
 def test_float_schemes(tmp_path: Path, scheme: str, dtype: str) -> None:
     model = make_llama_dir(tmp_path / "model", dtype=dtype, vocab=301, hidden=72, inner=100, layers=1)
     out = tmp_path / "out.w4"
-    report = quantize(model, out, scheme=scheme)
+    report = quantize(model, out, scheme=scheme, effort=0)
     with open_container(out) as container:
         container.check()
         assert "group_size" not in container.provenance
@@ -118,7 +118,7 @@ def test_float_schemes(tmp_path: Path, scheme: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_four_bits_with_levels_or_zero_points(tmp_path: Path, kind: str, dtype: str) -> None:
     model = make_llama_dir(tmp_path / "model", dtype=dtype, layers=1)
-    report = quantize(model, tmp_path / "out.w4", scheme=kind, embeddings=kind, group_size=32)
+    report = quantize(model, tmp_path / "out.w4", scheme=kind, embeddings=kind, group_size=32, effort=0)
     coding = QuantScheme(kind, 32, "f16")
     assert next((t.scheme, t.n_tensors) for t in report.schemes) == (str(coding), 9)
     with open_container(tmp_path / "out.w4") as container:
@@ -133,7 +133,7 @@ def test_four_bits_with_levels_or_zero_points(tmp_path: Path, kind: str, dtype: 
 
 
 def test_order_of_tensors_is_that_of_the_forward_pass(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "out.w4")
+    quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
     names = list(tensors_of(tmp_path / "out.w4"))
     assert names[0] == EMBED
     assert names[-2:] == [NORM, HEAD]
@@ -152,7 +152,7 @@ def test_embeddings(tmp_path: Path, scheme: str, embeddings: str | None, expecte
     model = make_llama_dir(tmp_path / "model", dtype="BF16", layers=1)
     out = tmp_path / "out.w4"
     floats = {scheme, embeddings or scheme} <= {"f16", "bf16", "f32", "keep"}
-    report = quantize(model, out, scheme=scheme, embeddings=embeddings, group_size=None if floats else 64)
+    report = quantize(model, out, scheme=scheme, embeddings=embeddings, group_size=None if floats else 64, effort=0)
     schemes = tensors_of(out)
     assert str(schemes[EMBED]) == str(schemes[HEAD]) == expected
     with open_container(out) as container:
@@ -161,7 +161,7 @@ def test_embeddings(tmp_path: Path, scheme: str, embeddings: str | None, expecte
 
 
 def test_the_record(model: Path, tmp_path: Path) -> None:
-    report = quantize(model, tmp_path / "out.w4", group_size=64)
+    report = quantize(model, tmp_path / "out.w4", group_size=64, effort=0, scheme="w4a16")
     with open_container(tmp_path / "out.w4") as container:
         record = container.provenance
         names = ["config.json", "generation_config.json", "model.safetensors"]
@@ -187,7 +187,7 @@ def test_the_version_in_the_record_is_that_of_the_package() -> None:
 
 def test_the_report_counts_right(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
-    report = quantize(model, out)
+    report = quantize(model, out, effort=0, scheme="w4a16")
     values = source_values(model)
     assert report.output_nbytes == out.stat().st_size
     assert report.input_nbytes == sum(f.stat().st_size for f in model.iterdir())
@@ -208,17 +208,17 @@ def test_bytes_depend_on_nothing_but_the_input(tmp_path: Path, monkeypatch: pyte
     first = make_llama_dir(tmp_path / "a", vocab=300, hidden=72)
     second = tmp_path / "elsewhere" / "b"
     shutil.copytree(first, second)
-    quantize(first, tmp_path / "1.w4", threads=1)
+    quantize(first, tmp_path / "1.w4", threads=1, effort=0, scheme="w4a16")
     expected = (tmp_path / "1.w4").read_bytes()
     for threads, block in ((2, 1 << 25), (1, 1), (2, 20_000)):
         monkeypatch.setattr(base, "BLOCK_NBYTES", block)
-        quantize(second, tmp_path / "2.w4", threads=threads, overwrite=True)
+        quantize(second, tmp_path / "2.w4", threads=threads, overwrite=True, effort=0, scheme="w4a16")
         assert (tmp_path / "2.w4").read_bytes() == expected
 
 
 def test_shards_give_the_same_tensors(tmp_path: Path) -> None:
-    quantize(make_llama_dir(tmp_path / "one"), tmp_path / "one.w4")
-    quantize(make_llama_dir(tmp_path / "three", shards=3), tmp_path / "three.w4")
+    quantize(make_llama_dir(tmp_path / "one"), tmp_path / "one.w4", effort=0, scheme="w4a16")
+    quantize(make_llama_dir(tmp_path / "three", shards=3), tmp_path / "three.w4", effort=0, scheme="w4a16")
     with open_container(tmp_path / "one.w4") as one, open_container(tmp_path / "three.w4") as three:
         assert list(one.tensors) == list(three.tensors)
         for name, info in one.tensors.items():
@@ -227,8 +227,8 @@ def test_shards_give_the_same_tensors(tmp_path: Path) -> None:
 
 
 def test_standard_output_gets_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "out.w4")
-    code = f"import w4conv; w4conv.quantize({str(model)!r}, '-')"
+    quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
+    code = f"import w4conv; w4conv.quantize({str(model)!r}, '-', effort=0, scheme='w4a16')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
     assert done.stdout == (tmp_path / "out.w4").read_bytes()
     assert done.stderr == b""
@@ -239,15 +239,15 @@ def test_standard_output_gets_the_same_bytes(model: Path, tmp_path: Path) -> Non
 
 def test_a_dry_run_writes_nothing_and_knows_the_size(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
-    planned = quantize(model, out, dry_run=True)
+    planned = quantize(model, out, dry_run=True, effort=0, scheme="w4a16")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert planned.dry_run
     assert planned.digest is planned.seconds is planned.mb_per_second is None
-    done = quantize(model, out)
+    done = quantize(model, out, effort=0, scheme="w4a16")
     assert planned.output_nbytes == out.stat().st_size
     assert (planned.schemes, planned.n_parameters, planned.notes) == (done.schemes, done.n_parameters, done.notes)
     with pytest.raises(OutputError, match="exists already"):
-        quantize(model, out, dry_run=True)
+        quantize(model, out, dry_run=True, effort=0, scheme="w4a16")
 
 
 def test_progress_counts_the_bytes_of_the_weights(model: Path, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_progress_counts_the_bytes_of_the_weights(model: Path, tmp_path: Path) -
         def advance(self, nbytes: int, name: str) -> None:
             calls.append((nbytes, name))
 
-    quantize(model, tmp_path / "out.w4", progress=Recorder())
+    quantize(model, tmp_path / "out.w4", progress=Recorder(), effort=0, scheme="w4a16")
     (total, first), *rest = calls
     assert first == "start"
     assert total == sum(n for n, _ in rest) == sum(v.nbytes for _, v in source_values(model).values())
@@ -273,10 +273,10 @@ def test_progress_counts_the_bytes_of_the_weights(model: Path, tmp_path: Path) -
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     model = make_llama_dir(tmp_path / "model", tied=True)
     assert HEAD not in source_values(model)
-    report = quantize(model, tmp_path / "plain.w4")
+    report = quantize(model, tmp_path / "plain.w4", effort=0, scheme="w4a16")
     assert not any(HEAD in note for note in report.notes)
     replace_tensors(model, lambda t: t.update({HEAD: t[EMBED]}))
-    report = quantize(model, tmp_path / "twice.w4")
+    report = quantize(model, tmp_path / "twice.w4", effort=0, scheme="w4a16")
     assert f"{HEAD} equals {EMBED} and is stored once" in report.notes
     assert HEAD not in tensors_of(tmp_path / "twice.w4")
     with open_container(tmp_path / "twice.w4") as container:
@@ -294,7 +294,7 @@ def test_a_head_that_differs_is_stored(tmp_path: Path, how: str) -> None:
         tensors[HEAD] = (dtype, other) if how == "value" else ("F32", values.astype(np.float32))
 
     replace_tensors(model, add_head)
-    report = quantize(model, tmp_path / "out.w4")
+    report = quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
     assert any("1 of 300 rows" in warning for warning in report.warnings) == (how == "value")
     assert (HEAD in tensors_of(tmp_path / "out.w4")) == (how == "value"), "the same values in another type are equal"
 
@@ -302,7 +302,7 @@ def test_a_head_that_differs_is_stored(tmp_path: Path, how: str) -> None:
 def test_buffers_of_old_checkpoints_are_left_out_with_a_note(model: Path, tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     replace_tensors(model, lambda t: t.update({name: ("F32", np.ones(9, np.float32))}))
-    report = quantize(model, tmp_path / "out.w4")
+    report = quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
     assert any(name in note for note in report.notes)
     assert name not in tensors_of(tmp_path / "out.w4")
 
@@ -311,20 +311,20 @@ def test_unknown_tensors_are_an_error(model: Path, tmp_path: Path) -> None:
     extra = {f"model.layers.{i}.extra.weight": ("F32", np.ones((2, 2), np.float32)) for i in range(2, 9)}
     replace_tensors(model, lambda t: t.update(extra))
     with pytest.raises(InputError, match=r"does not have: model\.layers\.2\.extra\.weight.* and 2 more"):
-        quantize(model, tmp_path / "out.w4")
+        quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
     assert not (tmp_path / "out.w4").exists()
 
 
 def test_missing_tensors_are_an_error(model: Path, tmp_path: Path) -> None:
     replace_tensors(model, lambda t: t.pop(UP))
     with pytest.raises(InputError, match=f"missing.*{UP}"):
-        quantize(model, tmp_path / "out.w4")
+        quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
 
 
 def test_a_shape_that_the_config_does_not_ask_for(model: Path, tmp_path: Path) -> None:
     replace_tensors(model, lambda t: t.update({UP: ("F16", np.ones((100, 71), np.float16))}))
     with pytest.raises(InputError, match=rf"{UP}: shape is \(100, 71\), but the config asks for \(100, 72\)"):
-        quantize(model, tmp_path / "out.w4")
+        quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
 
 
 # Values
@@ -358,7 +358,7 @@ def test_values_that_cannot_be_coded(
     out = tmp_path / "out.w4"
     column = r"\d+" if "scale" in reason else "7"
     with pytest.raises(InputError, match=f"{UP}: {reason} at row 53, column {column}"):
-        quantize(model, out, scheme=scheme)
+        quantize(model, out, scheme=scheme, effort=0)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -366,12 +366,12 @@ def test_values_that_cannot_be_coded(
 def test_values_of_vectors_are_checked_too(model: Path, tmp_path: Path, value: float, reason: str) -> None:
     spoil(model, NORM, (5,), value)
     with pytest.raises(InputError, match=f"{NORM}: {reason} at element 5"):
-        quantize(model, tmp_path / "out.w4")
+        quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
 
 
 def test_scales_that_underflow_are_told(model: Path, tmp_path: Path) -> None:
     spoil(model, UP, (slice(0, 3), slice(None)), 1e-9)
-    report = quantize(model, tmp_path / "out.w4", group_size=32)
+    report = quantize(model, tmp_path / "out.w4", group_size=32, effort=0, scheme="w4a16")
     assert [note for note in report.notes if "9 groups in 1 tensors" in note]
     with open_container(tmp_path / "out.w4") as container:
         assert not container.dequantize(UP)[:3].any()
@@ -393,7 +393,7 @@ def test_scales_that_underflow_are_told(model: Path, tmp_path: Path) -> None:
 )
 def test_options_that_do_not_exist(model: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        quantize(model, tmp_path / "out.w4", **options)
+        quantize(model, tmp_path / "out.w4", **options, effort=0, scheme="w4a16")
 
 
 def test_group_size_row_is_zero() -> None:
@@ -410,12 +410,12 @@ def test_the_source_is_never_the_output(model: Path, tmp_path: Path) -> None:
     before = {f.name: f.read_bytes() for f in model.iterdir()}
     for out in (model, tmp_path / "link", model / "out.w4", model / "sub" / "out.w4", model / "../model/x.w4"):
         with pytest.raises(UsageError, match=r"is the source itself|lies inside the source"):
-            quantize(model, out, overwrite=True)
+            quantize(model, out, overwrite=True, effort=0, scheme="w4a16")
     for out in (tmp_path / "link" / "out.w4", inside_by_link):
         with pytest.raises(UsageError, match="lies inside the source"):
-            quantize(tmp_path / "link", out, overwrite=True)
+            quantize(tmp_path / "link", out, overwrite=True, effort=0, scheme="w4a16")
     with pytest.raises(UsageError, match=r"is model\.safetensors of the source"):
-        quantize(model, hard, overwrite=True)
+        quantize(model, hard, overwrite=True, effort=0, scheme="w4a16")
     assert {f.name: f.read_bytes() for f in model.iterdir()} == before
 
 
@@ -427,21 +427,22 @@ def test_a_source_whose_files_are_links_elsewhere(model: Path, tmp_path: Path) -
     for i, file in enumerate(sorted(model.iterdir())):
         file.rename(cache / "blobs" / str(i))
         (cache / "snapshot" / file.name).symlink_to(f"../blobs/{i}")
-    quantize(cache / "snapshot", tmp_path / "out.w4")
+    quantize(cache / "snapshot", tmp_path / "out.w4", effort=0, scheme="w4a16")
     with open_container(tmp_path / "out.w4") as container:
         assert "model.safetensors" in [file["name"] for file in container.provenance["source"]["files"]]
     with pytest.raises(UsageError, match="of the source"):
-        quantize(cache / "snapshot", (cache / "snapshot" / "model.safetensors").resolve(), overwrite=True)
+        target = (cache / "snapshot" / "model.safetensors").resolve()
+        quantize(cache / "snapshot", target, overwrite=True, effort=0, scheme="w4a16")
 
 
 def test_an_existing_file_survives_a_conversion_that_fails(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     out.write_bytes(b"precious")
     with pytest.raises(OutputError, match="exists already"):
-        quantize(model, out)
+        quantize(model, out, effort=0, scheme="w4a16")
     spoil(model, HEAD, (1, 1), np.nan)  # the last tensor
     with pytest.raises(InputError):
-        quantize(model, out, overwrite=True)
+        quantize(model, out, overwrite=True, effort=0, scheme="w4a16")
     assert out.read_bytes() == b"precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out.w4"]
 
@@ -456,7 +457,7 @@ def test_interruption_leaves_nothing(model: Path, tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, tmp_path / "out.w4", progress=Interrupt())
+        quantize(model, tmp_path / "out.w4", progress=Interrupt(), effort=0, scheme="w4a16")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -469,20 +470,20 @@ def test_a_source_that_changes_meanwhile_is_an_error(model: Path, tmp_path: Path
             os.utime(model / "config.json", ns=(1, 1))
 
     with pytest.raises(InputError, match=r"config\.json was changed while it was read"):
-        quantize(model, tmp_path / "out.w4", progress=Touch())
+        quantize(model, tmp_path / "out.w4", progress=Touch(), effort=0, scheme="w4a16")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_full_disk(model: Path) -> None:
     with pytest.raises(OutputError, match=os.strerror(errno.ENOSPC)):
-        quantize(model, "/dev/full")
+        quantize(model, "/dev/full", effort=0, scheme="w4a16")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": 1}', "[" * 100_000])
 def test_a_config_that_is_none(model: Path, tmp_path: Path, text: str) -> None:
     (model / "config.json").write_text(text)
     with pytest.raises(InputError, match=r"config\.json|model_type|architecture"):
-        quantize(model, tmp_path / "out.w4")
+        quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
 
 
 def test_sources_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +499,7 @@ def test_sources_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(convert, "open_source", opened)
     spoil(model, NORM, (0,), np.nan)
     with pytest.raises(InputError):
-        quantize(model, tmp_path / "out.w4")
+        quantize(model, tmp_path / "out.w4", effort=0, scheme="w4a16")
     assert closed == [True]
 
 

@@ -92,12 +92,12 @@ def test_verify_measures_it(tmp_path: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text("the thing and the end of it. " * 40)
     options: dict[str, Any] = {"against": source, "text": text, "ctx": 32, "chunks": 4}
-    quantize(source, tmp_path / "keep.w4", scheme="keep")
+    quantize(source, tmp_path / "keep.w4", scheme="keep", effort=0)
     report = verify(tmp_path / "keep.w4", kld=True, **options).perplexity
     assert report is not None
     assert report.divergence is not None
     assert (report.divergence.mean, report.divergence.same_top) == (0, 1)
-    quantize(source, tmp_path / "int4.w4")
+    quantize(source, tmp_path / "int4.w4", effort=0, scheme="w4a16")
     both = verify(tmp_path / "int4.w4", kld=True, **options).perplexity
     plain = verify(tmp_path / "int4.w4", ppl=True, **options).perplexity
     assert both is not None
@@ -120,7 +120,7 @@ def test_beside_llama_perplexity(tmp_path: Path) -> None:
     source = data_dir("hf", "stories260K-f32")
     text = tmp_path / "text.txt"
     text.write_bytes(data_dir("wikitext-2-raw", "wiki.test.raw").read_bytes()[:16384])
-    quantize(source, tmp_path / "o.w4", group_size=32)
+    quantize(source, tmp_path / "o.w4", group_size=32, effort=0, scheme="w4a16")
     report = verify(tmp_path / "o.w4", against=source, text=text, chunks=8, kld=True).perplexity
     assert report is not None
     assert report.divergence is not None

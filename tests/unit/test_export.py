@@ -113,7 +113,7 @@ def test_an_exported_directory_converts_to_the_same_codes(tmp_path: Path) -> Non
     """RTN is idempotent on its own values: the extreme of each group is hit by the lowest level."""
     path = converted(tmp_path, dtype="F32")
     export(path, tmp_path / "out", to="safetensors")
-    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", group_size=32)
+    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", group_size=32, effort=0, scheme="w4a16")
     first, again = values(path), values(tmp_path / "again.w4")
     assert all(same(first[name], again[name]) for name in first)
 
@@ -272,9 +272,9 @@ def test_gguf_metadata(tmp_path: Path) -> None:
 
 def test_gguf_sentence_pieces_come_back(tmp_path: Path) -> None:
     """A real SentencePiece-like tokenizer: scores in, the same tokens out."""
-    w4conv.quantize(trained(), tmp_path / "s.w4")
+    w4conv.quantize(trained(), tmp_path / "s.w4", effort=0, scheme="w4a16")
     export(tmp_path / "s.w4", tmp_path / "s.gguf", to="gguf")
-    w4conv.quantize(tmp_path / "s.gguf", tmp_path / "again.w4", scheme="f32")
+    w4conv.quantize(tmp_path / "s.gguf", tmp_path / "again.w4", scheme="f32", effort=0)
     from w4conv.runtime.tokenizer import Tokenizer as Ours
 
     text = "Once upon a time, there was a little girl.  Zoë said: 'héllo' — 12 日本\n\tdone"
@@ -309,7 +309,7 @@ def test_gguf_pieces_without_a_space_in_front(tmp_path: Path) -> None:
     path = converted(tmp_path, vocab=300, tokenizer=False)
     tokenizer.save(str(tmp_path / "in/tokenizer.json"))
     (tmp_path / "in/tokenizer_config.json").write_text('{"bos_token": "<bos>", "add_bos_token": true}')
-    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    w4conv.quantize(tmp_path / "in", path, overwrite=True, effort=0, scheme="w4a16")
     export(path, tmp_path / "out.gguf", to="gguf")
     with open_source(tmp_path / "out.gguf") as source:
         again = Tokenizer.from_str(source.blobs["tokenizer.json"].decode())
@@ -340,7 +340,7 @@ def test_gguf_names_of_cuts(tmp_path: Path, pattern: str, whole_words: object, b
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
     tokenizer.model.ignore_merges = bool(whole_words)
     tokenizer.save(str(tmp_path / "in/tokenizer.json"))
-    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    w4conv.quantize(tmp_path / "in", path, overwrite=True, effort=0, scheme="w4a16")
     if name is None:
         with pytest.raises(InputError, match="how it cuts a text"):
             export(path, tmp_path / "out.gguf", to="gguf")
@@ -353,7 +353,7 @@ def test_gguf_with_a_template_for_tools(tmp_path: Path) -> None:
     path = converted(tmp_path)
     (tmp_path / "in/additional_chat_templates").mkdir()
     (tmp_path / "in/additional_chat_templates/tool_use.jinja").write_text("tools: {{ tools }}")
-    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    w4conv.quantize(tmp_path / "in", path, overwrite=True, effort=0, scheme="w4a16")
     export(path, tmp_path / "out.gguf", to="gguf")
     with open_container(path) as container, open_source(tmp_path / "out.gguf") as source:
         names = ("chat_template.jinja", "chat_template.tool_use.jinja")
@@ -366,7 +366,7 @@ def test_gguf_refuses_a_tokenizer_that_llama_cpp_does_not_know(tmp_path: Path) -
     steps = [{"type": "Whitespace"}, tokenizer["pre_tokenizer"]]
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     (tmp_path / "in/tokenizer.json").write_text(json.dumps(tokenizer))
-    w4conv.quantize(tmp_path / "in", path, overwrite=True)
+    w4conv.quantize(tmp_path / "in", path, overwrite=True, effort=0, scheme="w4a16")
     with pytest.raises(InputError, match="how it cuts a text"):
         export(path, tmp_path / "out.gguf", to="gguf")
 

@@ -38,8 +38,10 @@ def gpt2_dir(directory: Path) -> dict[str, np.ndarray]:
 def test_any_checkpoint_of_matrices_is_converted_and_holds(tmp_path: Path) -> None:
     values = gpt2_dir(tmp_path / "in")
     with pytest.raises(InputError, match=r"GPT2LMHeadModel is not supported.*\. With --architecture generic it is"):
-        quantize(tmp_path / "in", tmp_path / "out.w4")
-    report = quantize(tmp_path / "in", tmp_path / "out.w4", group_size=32, architecture="generic")
+        quantize(tmp_path / "in", tmp_path / "out.w4", effort=0, scheme="w4a16")
+    report = quantize(
+        tmp_path / "in", tmp_path / "out.w4", group_size=32, architecture="generic", effort=0, scheme="w4a16"
+    )
     assert report.architecture == "GPT2LMHeadModel"
     assert any(note.startswith("architecture generic") for note in report.notes)
     with w4conv.open(tmp_path / "out.w4") as container:
@@ -68,7 +70,7 @@ def test_any_checkpoint_of_matrices_is_converted_and_holds(tmp_path: Path) -> No
 def test_it_says_that_it_cannot_be_run(tmp_path: Path) -> None:
     """Even where w4conv knows the family."""
     directory = make_llama_dir(tmp_path / "in", vocab=310)
-    quantize(directory, tmp_path / "out.w4", architecture="generic")
+    quantize(directory, tmp_path / "out.w4", architecture="generic", effort=0, scheme="w4a16")
     found = inspect(tmp_path / "out.w4")
     assert found.model is None
     assert any("converted with --architecture generic" in note for note in found.notes)
@@ -104,8 +106,8 @@ def test_a_gguf_file_of_an_unknown_architecture(tmp_path: Path) -> None:
     assert any("Left out" in note and "blk.0.positions (I32)" in note for note in found.notes)
 
     with pytest.raises(InputError, match="'falcon' is not supported"):
-        quantize(path, tmp_path / "out.w4")
-    quantize(path, tmp_path / "out.w4", architecture="generic", scheme="keep")
+        quantize(path, tmp_path / "out.w4", effort=0, scheme="w4a16")
+    quantize(path, tmp_path / "out.w4", architecture="generic", scheme="keep", effort=0)
     with w4conv.open(tmp_path / "out.w4") as container:
         np.testing.assert_array_equal(container.dequantize("token_embd.weight"), matrix)
         assert str(container.tensors["blk.0.attn_qkv.weight"].scheme) == "int8/g32"
@@ -123,9 +125,11 @@ def test_a_gguf_file_with_tensors_that_its_architecture_does_not_have_is_describ
 def test_what_is_refused(tmp_path: Path) -> None:
     directory = make_llama_dir(tmp_path / "in")
     with pytest.raises(UsageError, match="'gpt2' is not generic"):
-        quantize(directory, tmp_path / "out.w4", architecture="gpt2")
+        quantize(directory, tmp_path / "out.w4", architecture="gpt2", effort=0, scheme="w4a16")
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UsageError, match="calibration runs the model"):
-        quantize(directory, tmp_path / "out.w4", architecture="generic", calibration=tmp_path / "text.txt")
+        quantize(
+            directory, tmp_path / "out.w4", architecture="generic", calibration=tmp_path / "text.txt", scheme="w4a16"
+        )
     with pytest.raises(InputError, match="no such file"):
         inspect(tmp_path / "absent.gguf")

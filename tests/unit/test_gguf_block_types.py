@@ -102,7 +102,7 @@ def mixed(path: Path, types: tuple[str, ...], embedding: str = "Q8_0") -> tuple[
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_file_whose_weights_can_be_kept_is_kept(tmp_path: Path, mixture: str) -> None:
     path, _ = mixed(tmp_path / "m.gguf", MIXTURES[mixture])
-    report = w4conv.quantize(path, tmp_path / "m.w4")
+    report = w4conv.quantize(path, tmp_path / "m.w4", effort=0)
     assert report.scheme == "keep"
     assert not any("second time" in note for note in report.notes)
     assert w4conv.verify(tmp_path / "m.w4", against=path).ok
@@ -127,7 +127,7 @@ def test_every_type_that_can_be_read_is_held() -> None:
 @pytest.mark.parametrize("option", [{"scheme": "w4a16"}, {"group_size": 64}, {"requantize": True}])
 def test_what_is_asked_for_comes_first(tmp_path: Path, option: dict[str, object]) -> None:
     path, _ = mixed(tmp_path / "m.gguf", MIXTURES["Q4_K_M"])
-    report = w4conv.quantize(path, tmp_path / "m.w4", **option)
+    report = w4conv.quantize(path, tmp_path / "m.w4", **option, effort=0)
     assert report.scheme == "w4a16"
     assert any("rounded a second time" in note for note in report.notes)
 
@@ -145,14 +145,14 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, qtype: str, at: 
 
     path = make_llama_gguf(tmp_path / "m.gguf", hidden=256, inner=512, blocks=blocks)
     with pytest.raises(InputError, match=r"up_proj.weight: the .* 0 of row 17 is NaN or infinite"):
-        w4conv.quantize(path, tmp_path / "m.w4")
+        w4conv.quantize(path, tmp_path / "m.w4", effort=0)
     assert not (tmp_path / "m.w4").exists()
 
 
 @pytest.mark.parametrize(("types", "minor"), [(("Q4_0", "Q8_0"), 0), (("Q4_1",), 0), (("Q4_K",), 1), (("IQ4_NL",), 1)])
 def test_the_version_is_the_lowest_that_suffices(tmp_path: Path, types: tuple[str, ...], minor: int) -> None:
     path, _ = mixed(tmp_path / "m.gguf", types)
-    w4conv.quantize(path, tmp_path / "m.w4")
+    w4conv.quantize(path, tmp_path / "m.w4", effort=0)
     assert (tmp_path / "m.w4").read_bytes()[8:12] == bytes([1, 0, minor, 0])
     with open_container(tmp_path / "m.w4") as container:
         container.check()
@@ -162,7 +162,7 @@ def test_the_version_is_the_lowest_that_suffices(tmp_path: Path, types: tuple[st
 def test_there_and_back(tmp_path: Path, mixture: str) -> None:
     """Exported again, every tensor has its type and its bytes; where the type changes, its values."""
     path, _ = mixed(tmp_path / "m.gguf", MIXTURES[mixture])
-    w4conv.quantize(path, tmp_path / "m.w4")
+    w4conv.quantize(path, tmp_path / "m.w4", effort=0)
     report = export(tmp_path / "m.w4", tmp_path / "again.gguf", to="gguf")
     assert report.exact
     again = {t.name: t for t in gguf.GGUFReader(tmp_path / "again.gguf").tensors}

@@ -114,7 +114,7 @@ def test_verify_says_so_and_thresholds_fail(case: str, options: list[str], text:
     good = make_llama_dir(tmp_path / "good", dtype="F32")
     factors, what = BROKEN[case]
     broken = scale(make_llama_dir(tmp_path / "broken", dtype="F32"), factors)
-    quantize(broken, tmp_path / "m.w4", scheme="f32")
+    quantize(broken, tmp_path / "m.w4", scheme="f32", effort=0)
     words = ["verify", str(tmp_path / "m.w4"), "--against", str(good), "--ppl", "--text", str(text), "--ctx", "16"]
     words += ["--chunks", "2", *options]
     for limit in ("1000000000", "1000000000%"):
@@ -134,7 +134,7 @@ def test_verify_says_so_and_thresholds_fail(case: str, options: list[str], text:
 
 def test_a_broken_source_is_an_input_error(text: Path, tmp_path: Path) -> None:
     source = scale(make_llama_dir(tmp_path / "hf", dtype="F32"), BROKEN["not finite"][0])
-    quantize(make_llama_dir(tmp_path / "good", dtype="F32"), tmp_path / "m.w4", scheme="f32")
+    quantize(make_llama_dir(tmp_path / "good", dtype="F32"), tmp_path / "m.w4", scheme="f32", effort=0)
     for options in ({"ppl": True}, {"kld": True}):
         with pytest.raises(InputError, match=r"source yields|hf: the model"):
             verify(tmp_path / "m.w4", against=source, text=text, ctx=16, chunks=2, **options)  # type: ignore[arg-type]  # bools
@@ -145,7 +145,7 @@ def test_bench_says_so(form: str, text: Path, tmp_path: Path) -> None:
     paths = []
     for name, factors in {"good": {}, "broken": BROKEN["head"][0]}.items():
         source = scale(make_llama_dir(tmp_path / name, dtype="F32"), factors)
-        quantize(source, tmp_path / f"{name}.w4", scheme="f32")
+        quantize(source, tmp_path / f"{name}.w4", scheme="f32", effort=0)
         paths.append(str(tmp_path / f"{name}.w4"))
     words = [
         "bench",

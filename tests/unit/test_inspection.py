@@ -36,7 +36,7 @@ def sums(found: Inspection) -> None:
 
 def test_container_and_its_source(tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in", dtype="BF16", shards=3)
-    report = w4conv.quantize(source, tmp_path / "o.w4", group_size=32)
+    report = w4conv.quantize(source, tmp_path / "o.w4", group_size=32, effort=0, scheme="w4a16")
     found, before = inspect(tmp_path / "o.w4"), inspect(source)
     sums(found)
     sums(before)
@@ -57,7 +57,7 @@ def test_container_and_its_source(tmp_path: Path) -> None:
 
 def test_no_weight_is_needed(tmp_path: Path) -> None:
     """A stream may end after the files inside; one that ends before is refused."""
-    w4conv.quantize(make_llama_dir(tmp_path / "in"), tmp_path / "o.w4")
+    w4conv.quantize(make_llama_dir(tmp_path / "in"), tmp_path / "o.w4", effort=0, scheme="w4a16")
     with w4conv.open(tmp_path / "o.w4") as container:
         first = min(p.offset for t in container.tensors.values() for p in t.parts)
     data = (tmp_path / "o.w4").read_bytes()

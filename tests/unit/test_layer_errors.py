@@ -31,8 +31,8 @@ def relative(found: F64, wanted: F64) -> float:
 
 def test_errors_are_those_of_the_outputs(tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in", dtype="F32", layers=2)
-    quantize(source, tmp_path / "int4.w4", group_size=32)
-    quantize(source, tmp_path / "keep.w4", scheme="keep")
+    quantize(source, tmp_path / "int4.w4", group_size=32, effort=0, scheme="w4a16")
+    quantize(source, tmp_path / "keep.w4", scheme="keep", effort=0)
     windows = make_windows(IDS, convention="llama.cpp", ctx=32, bos_id=1)
     with Model(tmp_path / "int4.w4") as ours, Model(tmp_path / "keep.w4") as theirs:
         models = [LayeredContainer(m.container) for m in (ours, theirs)]
@@ -74,7 +74,7 @@ def test_errors_are_those_of_the_outputs(tmp_path: Path) -> None:
 
 def test_a_model_has_no_error_from_itself(tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in", layers=1)
-    quantize(source, tmp_path / "int4.w4", group_size=32)
+    quantize(source, tmp_path / "int4.w4", group_size=32, effort=0, scheme="w4a16")
     with Model(tmp_path / "int4.w4") as model:
         one = LayeredContainer(model.container)
         errors = LayerErrors()

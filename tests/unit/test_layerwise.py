@@ -44,8 +44,8 @@ def layered(source: Path, container: Path) -> Iterator[tuple[LayeredContainer, L
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_logits_are_those_of_the_whole_model(tmp_path: Path, dtype: str, tied: bool) -> None:
     source = make_llama_dir(tmp_path / "in", dtype=dtype, tied=tied)
-    quantize(source, tmp_path / "int4.w4", group_size=32)
-    quantize(source, tmp_path / "keep.w4", scheme="keep")
+    quantize(source, tmp_path / "int4.w4", group_size=32, effort=0, scheme="w4a16")
+    quantize(source, tmp_path / "keep.w4", scheme="keep", effort=0)
     w = windows()
     with layered(source, tmp_path / "int4.w4") as (container, opened, int4), Model(tmp_path / "keep.w4") as keep:
         wanted = [[model.logits(window) for window in w.tokens] for model in (int4, keep)]
@@ -60,8 +60,8 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, dtype: str, tied: b
 
 def test_divergence_is_that_of_a_direct_computation(tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in", dtype="BF16")
-    quantize(source, tmp_path / "int4.w4", group_size=32)
-    quantize(source, tmp_path / "keep.w4", scheme="keep")
+    quantize(source, tmp_path / "int4.w4", group_size=32, effort=0, scheme="w4a16")
+    quantize(source, tmp_path / "keep.w4", scheme="keep", effort=0)
     w = windows()
     with layered(source, tmp_path / "int4.w4") as (container, opened, int4), Model(tmp_path / "keep.w4") as keep:
         found = compare_models(scored_logits([container, opened], w), w)
@@ -76,7 +76,7 @@ def test_divergence_is_that_of_a_direct_computation(tmp_path: Path) -> None:
 
 def test_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_llama_dir(tmp_path / "in")
-    quantize(source, tmp_path / "int4.w4", group_size=32)
+    quantize(source, tmp_path / "int4.w4", group_size=32, effort=0, scheme="w4a16")
     w = windows()
     done: list[int] = []
     with layered(source, tmp_path / "int4.w4") as (container, opened, _):
@@ -91,7 +91,7 @@ def test_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_one_layer_of_the_source_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_llama_dir(tmp_path / "in", layers=4)
-    quantize(source, tmp_path / "int4.w4")
+    quantize(source, tmp_path / "int4.w4", effort=0, scheme="w4a16")
     original, held, most = LayeredSource.matrix, [], 0
 
     def watched(self: LayeredSource, t: TensorSpec) -> Any:
@@ -112,7 +112,7 @@ def test_one_layer_of_the_source_is_held_at_a_time(tmp_path: Path, monkeypatch: 
 
 def test_a_broken_source_is_told(tmp_path: Path) -> None:
     source = make_llama_dir(tmp_path / "in", dtype="F32")
-    quantize(source, tmp_path / "int4.w4")
+    quantize(source, tmp_path / "int4.w4", effort=0, scheme="w4a16")
     with layered(source, tmp_path / "int4.w4") as (_, opened, _):
         read = opened._source.read
 
@@ -129,7 +129,7 @@ def test_a_broken_source_is_told(tmp_path: Path) -> None:
 
 def test_nothing_is_written_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_llama_dir(tmp_path / "in")
-    quantize(source, tmp_path / "int4.w4")
+    quantize(source, tmp_path / "int4.w4", effort=0, scheme="w4a16")
     text = tmp_path / "t.txt"
     text.write_text("the thing and the end of it. " * 40)
 

@@ -247,7 +247,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
     root = tmp_path_factory.mktemp("lifetime")
     source = make_llama_dir(root / "hf", config={"max_position_embeddings": 512})
-    quantize(source, root / "m.w4", group_size=32)
+    quantize(source, root / "m.w4", group_size=32, effort=0, scheme="w4a16")
     export(root / "m.w4", root / "m.gguf", to="gguf")
     return root / "m.w4", source, root / "m.gguf"
 

@@ -45,7 +45,7 @@ def test_a_draft_of_another_size_is_refused(n: int) -> None:
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lookup") / "stories.w4"
-    w4conv.quantize(trained(), path, group_size=32)
+    w4conv.quantize(trained(), path, group_size=32, effort=0, scheme="w4a16")
     return path
 
 

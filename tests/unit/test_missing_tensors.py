@@ -91,14 +91,14 @@ def test_what_it_looks_like(tmp_path: Path, case: str) -> None:
     if change is not None:
         rewritten(directory, change)
     with pytest.raises(InputError, match=words) as caught:
-        w4conv.quantize(directory, tmp_path / "m.w4")
+        w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
     assert "etch" not in str(caught.value), "all files are complete"
 
 
 def test_gguf_of_other_layers(tmp_path: Path) -> None:
     path = make_llama_gguf(tmp_path / "m.gguf", edit=lambda writer: writer.add_block_count(3))
     with pytest.raises(InputError, match=r"end with layer 1, but .* asks for 3 layers"):
-        w4conv.quantize(path, tmp_path / "m.w4")
+        w4conv.quantize(path, tmp_path / "m.w4", effort=0, scheme="w4a16")
 
 
 @pytest.mark.parametrize("prefix", ["model.", "backbone.", ""])
@@ -109,6 +109,6 @@ def test_what_is_there_is_found(tmp_path: Path, prefix: str) -> None:
     rewritten(directory, renamed(r"^model\.", prefix))
     if prefix == "backbone.":
         with pytest.raises(InputError, match="under other names"):
-            w4conv.quantize(directory, tmp_path / "m.w4")
+            w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16")
     else:
-        assert w4conv.quantize(directory, tmp_path / "m.w4").n_tensors
+        assert w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16").n_tensors

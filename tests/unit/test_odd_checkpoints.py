@@ -57,7 +57,7 @@ def test_one_tensor_a_shard(tmp_path: Path) -> None:
     many = make_llama_dir(tmp_path / "many", **SHAPE, config={"quantization_config": GPTQ})
     write_shards(many, raw)
     for directory in (one, many):
-        w4conv.quantize(directory, directory.with_suffix(".w4"))
+        w4conv.quantize(directory, directory.with_suffix(".w4"), effort=0, scheme="w4a16")
     expected, found = values(tmp_path / "one.w4"), values(tmp_path / "many.w4")
     assert expected.keys() == found.keys()
     assert all(same(found[name], expected[name]) for name in expected)
@@ -79,7 +79,7 @@ def test_mixed_types(tmp_path: Path, scheme: str) -> None:
         raw[name] = dtype, {"F16": array.astype(np.float16), "BF16": bits, "F32": array}[dtype]
     write_safetensors(directory / "model.safetensors", raw)
     out = tmp_path / "m.w4"
-    w4conv.quantize(directory, out, scheme=scheme, group_size=None if scheme == "keep" else 32)
+    w4conv.quantize(directory, out, scheme=scheme, group_size=None if scheme == "keep" else 32, effort=0)
     found = schemes(out)
     for i, name in enumerate(weights):
         if scheme == "keep" or weights[name].ndim == 1:
@@ -98,7 +98,7 @@ def test_extras_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     raw["model.layers.0.mlp.up_proj.bias"] = "F16", np.zeros(96, np.float16)
     directory = make_llama_dir(tmp_path / "m", **SHAPE, tied=True, config={"quantization_config": GPTQ})
     write_safetensors(directory / "model.safetensors", raw)
-    notes = w4conv.quantize(directory, tmp_path / "m.w4").notes
+    notes = w4conv.quantize(directory, tmp_path / "m.w4", effort=0, scheme="w4a16").notes
     for words in ("lm_head.weight equals model.embed_tokens.weight and is stored once", "inv_freq", "up_proj.bias"):
         assert any(words in note for note in notes), words
     assert not {"lm_head.weight", "model.layers.0.mlp.up_proj.bias"} & values(tmp_path / "m.w4").keys()
@@ -110,11 +110,11 @@ def test_a_padded_vocabulary_goes_out(tmp_path: Path, to: str) -> None:
     """Rows of the embedding without a token stay; GGUF names them."""
     path = converted(tmp_path, vocab=320)
     tiny_tokenizer(300).save(str(tmp_path / "in/tokenizer.json"))
-    w4conv.quantize(tmp_path / "in", path, group_size=32, overwrite=True)
+    w4conv.quantize(tmp_path / "in", path, group_size=32, overwrite=True, effort=0, scheme="w4a16")
     export(path, tmp_path / "out", to=to)
     assert w4conv.verify(tmp_path / "out", against=path).ok
     if to == "gguf":
         fields = gguf.GGUFReader(tmp_path / "out").fields
         assert len(fields["tokenizer.ggml.tokens"].data) == 320
-    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", scheme="keep")
+    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", scheme="keep", effort=0)
     assert values(tmp_path / "again.w4")["model.embed_tokens.weight"].shape == (320, 64)

@@ -61,7 +61,7 @@ def converted(**options: object) -> str:
         (folder / "text.txt").write_text(WORDS * 200)
         return w4conv.quantize(
             source, folder / "m.w4", calibration=folder / "text.txt", calibration_tokens=2048, calibration_ctx=128,
-            **options,  # type: ignore[arg-type]
+            **options,  # type: ignore[arg-type], scheme="w4a16"
         ).digest  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def test_a_conversion_by_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[tensors]\nembedding = {scheme = "keep"}\n"*.layers.1.*" = {scheme = "nf4", group = 32}\n')
     out = tmp_path / "out.w4"
-    report = quantize(model, out, recipe=str(file), group_size=64)
+    report = quantize(model, out, recipe=str(file), group_size=64, effort=0, scheme="w4a16")
     assert {(t.scheme, t.n_tensors) for t in report.schemes} == {
         ("f16", 6), ("int4/g64", 7), ("nf4/g32", 7), ("int8/g64", 1),
     }  # fmt: skip
@@ -158,8 +158,17 @@ def test_methods_for_each_tensor(tmp_path: Path) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "mine.toml"
     text.write_text(WORDS * 60)
     file.write_text('[tensors]\n"*.layers.0.*" = {method = "rtn"}\n"*.layers.1.mlp.*" = {scheme = "f16"}\n')
-    quantize(model, tmp_path / "plain.w4", group_size=32)
-    quantize(model, tmp_path / "out.w4", group_size=32, recipe=str(file), method="gptq", calibration=text, **SMALL)
+    quantize(model, tmp_path / "plain.w4", group_size=32, effort=0, scheme="w4a16")
+    quantize(
+        model,
+        tmp_path / "out.w4",
+        group_size=32,
+        recipe=str(file),
+        method="gptq",
+        calibration=text,
+        **SMALL,
+        scheme="w4a16",
+    )
     with open_container(tmp_path / "plain.w4") as plain, open_container(tmp_path / "out.w4") as out:
         for i, same in ((0, True), (1, False)):
             assert (plain.part(V.format(i), "codes").tobytes() == out.part(V.format(i), "codes").tobytes()) is same
@@ -187,4 +196,4 @@ def test_methods_that_make_no_sense(tmp_path: Path, rule: str, calibrated: bool,
     file.write_text(f"[tensors]\n{rule}\n")
     options: dict[str, Any] = {"calibration": text, **SMALL} if calibrated else {}
     with pytest.raises(UsageError, match=message):
-        quantize(model, tmp_path / "out.w4", recipe=str(file), **options)
+        quantize(model, tmp_path / "out.w4", recipe=str(file), **options, effort=0, scheme="w4a16")

@@ -41,14 +41,14 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def whole(model: Path, tmp_path: Path) -> bytes:
-    quantize(model, tmp_path / "whole.w4")
+    quantize(model, tmp_path / "whole.w4", effort=0, scheme="w4a16")
     return (tmp_path / "whole.w4").read_bytes()
 
 
 def interrupt(model: Path, out: Path, n: int) -> Path:
     """A conversion stopped after `n` tensors; returns what it left."""
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, resume=True, progress=Stop(n))
+        quantize(model, out, resume=True, progress=Stop(n), effort=0, scheme="w4a16")
     assert not out.exists()
     return partial_of(out)
 
@@ -61,11 +61,11 @@ def n_resumed(report: ConversionReport) -> int:
 def test_going_on_gives_the_same_bytes_from_wherever(model: Path, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     counter = Stop(0)
-    quantize(model, tmp_path / "count.w4", progress=counter)
+    quantize(model, tmp_path / "count.w4", progress=counter, effort=0, scheme="w4a16")
     for n in range(1, len(counter.names) + 1):
         partial = interrupt(model, out, n)
         assert partial.name == "out.w4.partial"
-        report = quantize(model, out, resume=True)
+        report = quantize(model, out, resume=True, effort=0, scheme="w4a16")
         assert out.read_bytes() == whole
         # The tensor at work is done again: `advance` is called before the digest of its last part is known.
         assert n_resumed(report) in (n - 1, n)
@@ -77,12 +77,12 @@ def test_interrupted_again_and_again(model: Path, whole: bytes, tmp_path: Path) 
     out = tmp_path / "out.w4"
     for n in (3, 6, 9):
         interrupt(model, out, n)
-    quantize(model, out, resume=True)
+    quantize(model, out, resume=True, effort=0, scheme="w4a16")
     assert out.read_bytes() == whole
 
 
 def test_resume_without_a_leftover_is_a_plain_conversion(model: Path, whole: bytes, tmp_path: Path) -> None:
-    report = quantize(model, tmp_path / "out.w4", resume=True)
+    report = quantize(model, tmp_path / "out.w4", resume=True, effort=0, scheme="w4a16")
     assert n_resumed(report) == 0
     assert (tmp_path / "out.w4").read_bytes() == whole
 
@@ -126,11 +126,11 @@ def test_whatever_a_crash_made_of_the_leftover(
         damage(partial)  # the signature is gone: it could be anybody's file
         before = partial.read_bytes()
         with pytest.raises(OutputError, match=r"out\.w4\.partial is in the way"):
-            quantize(model, out, resume=True)
+            quantize(model, out, resume=True, effort=0, scheme="w4a16")
         assert partial.read_bytes() == before
         return
     damage(partial)
-    quantize(model, out, resume=True)
+    quantize(model, out, resume=True, effort=0, scheme="w4a16")
     assert out.read_bytes() == whole
 
 
@@ -141,15 +141,15 @@ def test_a_source_that_has_changed_is_converted_anew(model: Path, tmp_path: Path
     status = (model / "model.safetensors").stat()
     (model / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     os.utime(model / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))  # as `cp -p` would
-    assert n_resumed(quantize(model, out, resume=True)) == 0
-    quantize(other, tmp_path / "other.w4")
+    assert n_resumed(quantize(model, out, resume=True, effort=0, scheme="w4a16")) == 0
+    quantize(other, tmp_path / "other.w4", effort=0, scheme="w4a16")
     assert out.read_bytes() == (tmp_path / "other.w4").read_bytes()
 
 
 def test_other_options_start_anew(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     interrupt(model, out, 8)
-    assert n_resumed(quantize(model, out, resume=True, group_size=32)) == 0
+    assert n_resumed(quantize(model, out, resume=True, group_size=32, effort=0, scheme="w4a16")) == 0
     with open_container(out) as container:
         container.check()
         assert container.provenance["group_size"] == 32
@@ -158,7 +158,7 @@ def test_other_options_start_anew(model: Path, tmp_path: Path) -> None:
 def test_the_next_conversion_removes_a_leftover(model: Path, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     interrupt(model, out, 4)
-    report = quantize(model, out)
+    report = quantize(model, out, effort=0, scheme="w4a16")
     assert "what an interrupted conversion had left was removed" in report.notes
     assert out.read_bytes() == whole
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out.w4", "whole.w4"]
@@ -189,7 +189,7 @@ def test_what_a_living_process_writes_is_left_alone(model: Path, tmp_path: Path,
     partial = interrupt(model, out, 4)
     before = partial.read_bytes()
     with locked(partial), pytest.raises(OutputError, match="is being written by another process"):
-        quantize(model, out, resume=resume)
+        quantize(model, out, resume=resume, effort=0, scheme="w4a16")
     assert partial.read_bytes() == before
 
 
@@ -222,4 +222,4 @@ def test_files_of_that_name_that_are_not_ours_stay(tmp_path: Path) -> None:
 
 def test_standard_output_cannot_be_resumed(model: Path) -> None:
     with pytest.raises(UsageError, match="cannot be resumed"):
-        quantize(model, "-", resume=True)
+        quantize(model, "-", resume=True, effort=0, scheme="w4a16")

@@ -46,7 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def convert(directory: Path) -> w4conv.QuantizeReport:
-    return w4conv.quantize(directory, directory.with_suffix(".w4"), overwrite=True)
+    return w4conv.quantize(directory, directory.with_suffix(".w4"), overwrite=True, effort=0, scheme="w4a16")
 
 
 def edit(path: Path, **values: Any) -> None:
@@ -71,7 +71,9 @@ def test_stand_ins_in_place_of_other_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(LFS)
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     index.write_bytes(LFS)
-    report = w4conv.quantize(directory, tmp_path / "beside.w4")  # as transformers, which does not read the index then
+    report = w4conv.quantize(
+        directory, tmp_path / "beside.w4", effort=0, scheme="w4a16"
+    )  # as transformers, which does not read the index then
     assert any(index.name in note for note in report.notes)
     single.rename(tmp_path / single.name)
     with pytest.raises(InputError, match="LFS"):
@@ -79,14 +81,16 @@ def test_stand_ins_in_place_of_other_files(tmp_path: Path) -> None:
     (tmp_path / single.name).rename(single)
     index.unlink()
     with pytest.raises(InputError, match="LFS"):
-        w4conv.quantize(tmp_path / "model.gguf", tmp_path / "out.w4")
+        w4conv.quantize(tmp_path / "model.gguf", tmp_path / "out.w4", effort=0, scheme="w4a16")
     with pytest.raises(InputError, match="LFS"):
         w4conv.open(tmp_path / "model.w4")
     for name in ("imatrix.dat", "stats.safetensors", "text.txt"):
         with pytest.raises(InputError, match="LFS"):
-            w4conv.quantize(directory, tmp_path / "out.w4", calibration=tmp_path / name, calibration_ctx=32)
+            w4conv.quantize(
+                directory, tmp_path / "out.w4", calibration=tmp_path / name, calibration_ctx=32, scheme="w4a16"
+            )
     with pytest.raises(InputError, match="LFS"):
-        w4conv.quantize(directory, tmp_path / "out.w4", recipe=tmp_path / "rules.toml")
+        w4conv.quantize(directory, tmp_path / "out.w4", recipe=tmp_path / "rules.toml", effort=0, scheme="w4a16")
     (directory / "tokenizer.json").unlink()
     (directory / "tokenizer.model").write_bytes(LFS)
     with pytest.raises(InputError, match="LFS"):
@@ -213,4 +217,4 @@ def test_a_gguf_file_is_checked_as_well(tmp_path: Path) -> None:
     path = make_llama_gguf(tmp_path / "model.gguf")
     path.write_bytes(b"<html>" + path.read_bytes())
     with pytest.raises(InputError, match="web page"):
-        w4conv.quantize(path, tmp_path / "out.w4")
+        w4conv.quantize(path, tmp_path / "out.w4", effort=0, scheme="w4a16")

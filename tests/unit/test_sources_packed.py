@@ -101,7 +101,7 @@ def check(directory: Path, decode: Callable[[dict[str, Any], str], NDArray[np.fl
         with open_source(directory) as source:
             assert same(source.read(name, slice(3, 21)), found[name][3:21])
     out = directory.with_suffix(".w4")
-    w4conv.quantize(directory, out, scheme="keep", overwrite=True)
+    w4conv.quantize(directory, out, scheme="keep", overwrite=True, effort=0)
     kept = values(out)
     assert all(same(kept[name], found[name]) for name in found)
     assert {str(schemes(out)[name]) for name in linears(directory)} == {scheme}
@@ -142,10 +142,10 @@ def test_gptq_v2(tmp_path: Path, zeros: int) -> None:
 def test_gptq_reordered_columns_are_exact_as_floats_only(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", GPTQ, gptq(order=True))
     with pytest.raises(UsageError, match="no 4-bit scheme holds its values exactly"):
-        w4conv.quantize(directory, tmp_path / "o.w4")
+        w4conv.quantize(directory, tmp_path / "o.w4", effort=0)
     assert not (tmp_path / "o.w4").exists()
     check(directory, packed.gptq, "f32")
-    report = w4conv.quantize(directory, tmp_path / "o.w4", requantize=True)
+    report = w4conv.quantize(directory, tmp_path / "o.w4", requantize=True, effort=0)
     assert any(
         "rounded a second time: 7 tensors, gptq_4bit_g32_reordered as int4/g128" in note for note in report.notes
     )
@@ -171,7 +171,7 @@ def test_gptq_zero_15_is_refused(tmp_path: Path) -> None:
 def test_gptq_zero_15_by_choice(tmp_path: Path, zero15: int, scheme: str) -> None:
     """The first output of eight has a stored 15; 16 is no zero point of int4z, so the values come as float32."""
     directory = write(tmp_path / "m", GPTQ, gptq(zeros=0x7777777F))
-    w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep", gptq_zero15=zero15)
+    w4conv.quantize(directory, tmp_path / "m.w4", scheme="keep", gptq_zero15=zero15, effort=0)
     raw, found = packed.load(directory), values(tmp_path / "m.w4")
     for name in [name for name in found if "_proj" in name]:
         module = name.removesuffix(".weight")
@@ -185,9 +185,9 @@ def test_gptq_zero_15_by_choice(tmp_path: Path, zero15: int, scheme: str) -> Non
 def test_gptq_zero_15_is_for_gptq(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", AWQ, awq(zeros=None))
     with pytest.raises(UsageError, match="gptq-zero15 says how GPTQ checkpoints are read"):
-        w4conv.quantize(directory, tmp_path / "o.w4", gptq_zero15=0)
+        w4conv.quantize(directory, tmp_path / "o.w4", gptq_zero15=0, effort=0)
     with pytest.raises(UsageError, match="gptq-zero15 is 8, expected 16 or 0"):
-        w4conv.quantize(directory, tmp_path / "o.w4", gptq_zero15=8)
+        w4conv.quantize(directory, tmp_path / "o.w4", gptq_zero15=8, effort=0)
 
 
 def test_auto_round(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_fp8(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", settings, encode)
     check(directory, decode, "f32")
     with pytest.raises(UsageError, match="F8_E4M3"):
-        w4conv.quantize(directory, tmp_path / "o.w4")
+        w4conv.quantize(directory, tmp_path / "o.w4", effort=0)
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
@@ -382,12 +382,12 @@ def test_bitsandbytes(tmp_path: Path, kind: str, nested: bool, block: int) -> No
                     scale = np.float32(scale + np.float32(state["nested_offset"]))
                 flat.append(raw[f"{name}.quant_map"][code] * scale)
         assert np.array_equal(found[name].reshape(-1)[:400], np.array(flat, np.float32))
-    w4conv.quantize(directory, tmp_path / "m.w4")
+    w4conv.quantize(directory, tmp_path / "m.w4", effort=0)
     kept = values(tmp_path / "m.w4")
     assert all(same(kept[name], found[name]) for name in found)
     assert {schemes(tmp_path / "m.w4")[name].kind for name in linears(directory)} == {kind}
     assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
-    w4conv.quantize(directory, tmp_path / "f.w4", scheme="f32")
+    w4conv.quantize(directory, tmp_path / "f.w4", scheme="f32", effort=0)
     # Levels of nf4 in products are within 2^-12 of the exact ones (docs/numerics.md 2); those of fp4 are exact.
     tolerance = {"nf4": 5e-3, "fp4": 1e-3}[kind]
     with w4conv.Model(tmp_path / "m.w4") as coded, w4conv.Model(tmp_path / "f.w4") as plain:
@@ -450,14 +450,16 @@ def test_inspect_names_the_format(tmp_path: Path) -> None:
 
 def test_default_scheme(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", GPTQ, gptq())
-    report = w4conv.quantize(directory, tmp_path / "a.w4")
+    report = w4conv.quantize(directory, tmp_path / "a.w4", effort=0)
     assert (report.scheme, report.method) == ("keep", "keep")
     assert not report.notes
-    again = w4conv.quantize(directory, tmp_path / "b.w4", scheme="w4a16")
+    again = w4conv.quantize(directory, tmp_path / "b.w4", scheme="w4a16", effort=0)
     assert any("rounded a second time: 7 tensors, gptq_4bit_g32 as int4/g128" in note for note in again.notes)
-    assert w4conv.quantize(directory, tmp_path / "c.w4", group_size=64).scheme == "w4a16", "an option that rounds"
+    assert w4conv.quantize(directory, tmp_path / "c.w4", group_size=64, effort=0).scheme == "w4a16", (
+        "an option that rounds"
+    )
     plain = converted(tmp_path / "p")
-    assert w4conv.quantize(tmp_path / "p/in", plain, overwrite=True).scheme == "w4a16"
+    assert w4conv.quantize(tmp_path / "p/in", plain, overwrite=True, effort=0).scheme == "w4a16"
     with w4conv.Model(tmp_path / "a.w4") as model:
         assert np.isfinite(model.logits([1, 2, 3])).all()
 
@@ -507,5 +509,5 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
     directory = write(tmp_path / "m", GPTQ, gptq(), change=change)
     with pytest.raises(InputError, match=r"q_proj\.weight: the scale of group 1 of row 5 is NaN or infinite"):
-        w4conv.quantize(directory, tmp_path / "o.w4")
+        w4conv.quantize(directory, tmp_path / "o.w4", effort=0)
     assert not (tmp_path / "o.w4").exists()

@@ -189,7 +189,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     byte_level().save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHATML)
     path = tmp_path / "m.w4"
-    w4conv.quantize(directory, path)
+    w4conv.quantize(directory, path, effort=0, scheme="w4a16")
     (tmp_path / "text.txt").write_text(INJECTED * 20)
     run = ["run", str(path), "--chat", "-n", "2", "--json"]
     counts = {}
@@ -243,13 +243,15 @@ def test_a_calibration_text_that_spells_them(tmp_path: Path) -> None:
     assert sets[0] == sets[1] != sets[2]
 
     cut: dict[str, Any] = {"calibration_tokens": 128, "calibration_ctx": 16}
-    w4conv.quantize(directory, tmp_path / "parsed.w4", calibration=text, special_tokens="parse", **cut)
-    w4conv.quantize(directory, tmp_path / "default.w4", calibration=text, **cut)
+    w4conv.quantize(directory, tmp_path / "parsed.w4", calibration=text, special_tokens="parse", **cut, scheme="w4a16")
+    w4conv.quantize(directory, tmp_path / "default.w4", calibration=text, **cut, scheme="w4a16")
     assert (tmp_path / "parsed.w4").read_bytes() == (tmp_path / "default.w4").read_bytes()
-    w4conv.quantize(directory, tmp_path / "text.w4", calibration=text, special_tokens="text", **cut)
+    w4conv.quantize(directory, tmp_path / "text.w4", calibration=text, special_tokens="text", **cut, scheme="w4a16")
     report = calibrate(directory, text, tmp_path / "s.safetensors", special_tokens="text", **small)
     assert report.special_tokens == "text"
-    w4conv.quantize(directory, tmp_path / "statistics.w4", calibration=tmp_path / "s.safetensors", method="awq")
+    w4conv.quantize(
+        directory, tmp_path / "statistics.w4", calibration=tmp_path / "s.safetensors", method="awq", scheme="w4a16"
+    )
     for name, word in (("default", None), ("text", "text"), ("statistics", "text")):
         with open_container(tmp_path / f"{name}.w4") as container:
             assert container.provenance["calibration"].get("special_tokens") == word
@@ -257,6 +259,8 @@ def test_a_calibration_text_that_spells_them(tmp_path: Path) -> None:
     wrong: list[tuple[str | Path, str]] = [("builtin", "leave it out"), (tmp_path / "s.safetensors", "are for a text")]
     for calibration, message in wrong:
         with pytest.raises(UsageError, match=message):
-            w4conv.quantize(directory, tmp_path / "o.w4", calibration=calibration, special_tokens="text")
+            w4conv.quantize(
+                directory, tmp_path / "o.w4", calibration=calibration, special_tokens="text", scheme="w4a16"
+            )
     with pytest.raises(UsageError, match="expected parse or text"):
         calibrate(directory, text, tmp_path / "o", special_tokens="both")

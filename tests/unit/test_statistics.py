@@ -109,19 +109,27 @@ def test_moments_without_those_of_pairs(files: dict[bool, Path]) -> None:
 )
 def test_conversions(files: dict[bool, Path], model: Path, tmp_path: Path, full: bool, method: str | None) -> None:
     options: dict[str, Any] = {"calibration": files[full], "method": method, "embeddings": "int4", "group_size": 32}
-    report = quantize(model, tmp_path / "o.w4", threads=1, **options)
+    report = quantize(model, tmp_path / "o.w4", threads=1, **options, effort=0, scheme="w4a16")
     assert report.method == (method or ("best" if full else "awq"))
     with open_container(tmp_path / "o.w4") as container:
         record = container.provenance["calibration"]
     assert record["statistics_blake3"] == blake3(files[full].read_bytes()).hexdigest()
     assert (record["tokens"], record["ctx"], record["held_out_sequences"]) == (512, 32, 2)
     assert verify(tmp_path / "o.w4", against=model).ok
-    quantize(model, tmp_path / "rtn.w4", method="rtn", embeddings="int4", group_size=32)
+    quantize(model, tmp_path / "rtn.w4", method="rtn", embeddings="int4", group_size=32, effort=0, scheme="w4a16")
     assert (tmp_path / "o.w4").read_bytes() != (tmp_path / "rtn.w4").read_bytes()
     again = tmp_path / "again.w4"
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, again, resume=True, progress=Stop(6 + 14 * (report.method == "awq")), **options)
-    resumed = quantize(model, again, resume=True, **options)
+        quantize(
+            model,
+            again,
+            resume=True,
+            progress=Stop(6 + 14 * (report.method == "awq")),
+            **options,
+            effort=0,
+            scheme="w4a16",
+        )
+    resumed = quantize(model, again, resume=True, **options, effort=0, scheme="w4a16")
     assert any(note.startswith("resumed: ") for note in resumed.notes)
     assert again.read_bytes() == (tmp_path / "o.w4").read_bytes()
 
@@ -146,9 +154,15 @@ def test_gptq_with_moments_beats_search(files: dict[bool, Path], model: Path, te
     from w4conv.runtime.engine import Model
     from w4conv.runtime.tokenizer import Tokenizer
 
-    quantize(model, tmp_path / "keep.w4", scheme="keep")
+    quantize(model, tmp_path / "keep.w4", scheme="keep", effort=0)
     for method in ("rtn", "search", "gptq"):
-        quantize(model, tmp_path / f"{method}.w4", method=method, calibration=None if method == "rtn" else files[True])
+        quantize(
+            model,
+            tmp_path / f"{method}.w4",
+            method=method,
+            calibration=None if method == "rtn" else files[True],
+            scheme="w4a16",
+        )
     logits = {}
     for name in ("keep", "rtn", "search", "gptq"):
         with Model(tmp_path / f"{name}.w4") as m:
@@ -217,14 +231,14 @@ def test_files_that_do_not_fit(
 ) -> None:
     path = changed(files[False], tmp_path / "s.safetensors", name, change, **about)
     with pytest.raises(InputError, match=words):
-        quantize(model, tmp_path / "o.w4", calibration=path, method="search")
+        quantize(model, tmp_path / "o.w4", calibration=path, method="search", scheme="w4a16")
     assert not (tmp_path / "o.w4").exists()
 
 
 def test_another_checkpoint_of_the_same_shape(files: dict[bool, Path], tmp_path: Path) -> None:
     other = make_llama_dir(tmp_path / "other", hidden=48, inner=80, seed=1)
     with pytest.raises(InputError, match="weights differ"):
-        quantize(other, tmp_path / "o.w4", calibration=files[False])
+        quantize(other, tmp_path / "o.w4", calibration=files[False], scheme="w4a16")
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.v_proj.weight", "model.norm.weight"])
@@ -235,9 +249,9 @@ def test_a_checkpoint_tuned_in_one_tensor(files: dict[bool, Path], model: Path, 
     tensors = load_file(path)
     save_file(tensors | {name: tensors[name] * np.float16(1.01)}, path, metadata={"format": "pt"})
     with pytest.raises(InputError, match="weights differ"):
-        quantize(tmp_path / "tuned", tmp_path / "o.w4", calibration=files[False])
+        quantize(tmp_path / "tuned", tmp_path / "o.w4", calibration=files[False], scheme="w4a16")
     save_file(tensors, path, metadata={"format": "pt"})
-    assert quantize(tmp_path / "tuned", tmp_path / "o.w4", calibration=files[False]).method == "awq"
+    assert quantize(tmp_path / "tuned", tmp_path / "o.w4", calibration=files[False], scheme="w4a16").method == "awq"
 
 
 def test_options_that_make_no_sense(files: dict[bool, Path], model: Path, text: Path, tmp_path: Path) -> None:
@@ -247,7 +261,7 @@ def test_options_that_make_no_sense(files: dict[bool, Path], model: Path, text: 
         ({"method": "rtn"}, "no use"),
     ):
         with pytest.raises(UsageError, match=words):
-            quantize(model, tmp_path / "o.w4", calibration=files[False], **options)
+            quantize(model, tmp_path / "o.w4", calibration=files[False], **options, scheme="w4a16")
     with pytest.raises(UsageError, match="Use a longer text"):
         calibrate(model, text, tmp_path / "s", tokens=1 << 20, ctx=32)
     with pytest.raises(OutputError, match="exists already"):
@@ -294,7 +308,7 @@ def test_importance_matrices(files: dict[bool, Path], model: Path, tmp_path: Pat
             wanted = load_file(files[False])[f"layers.1.{place}.mean_square"][:1]
             np.testing.assert_allclose(found, np.repeat(wanted, 2, axis=0), rtol=1e-6)
     for name, calibration in (("a", path), ("b", files[False])):
-        quantize(model, tmp_path / f"{name}.w4", calibration=calibration, method="search")
+        quantize(model, tmp_path / f"{name}.w4", calibration=calibration, method="search", scheme="w4a16")
     with open_container(tmp_path / "a.w4") as a, open_container(tmp_path / "b.w4") as b:
         record = a.provenance["calibration"]
         assert record["imatrix_blake3"] == blake3(path.read_bytes()).hexdigest()
@@ -307,7 +321,7 @@ def test_importance_matrices(files: dict[bool, Path], model: Path, tmp_path: Pat
         ({"method": "search", "embeddings": "int4"}, r"has no output.weight.in_sum2 in F32.*--process-output"),
     ):
         with pytest.raises((InputError, UsageError), match=words):
-            quantize(model, tmp_path / "o.w4", calibration=path, **options)
+            quantize(model, tmp_path / "o.w4", calibration=path, **options, scheme="w4a16")
 
 
 def test_importance_matrices_that_do_not_fit(files: dict[bool, Path], model: Path, tmp_path: Path) -> None:
@@ -321,7 +335,9 @@ def test_importance_matrices_that_do_not_fit(files: dict[bool, Path], model: Pat
     ):
         path = write_imatrix(tmp_path / "imatrix.gguf", squares | change, **options)
         with pytest.raises(InputError, match=words):
-            quantize(model, tmp_path / "o.w4", calibration=path)
+            quantize(model, tmp_path / "o.w4", calibration=path, scheme="w4a16")
     missing = {key: value for key, value in squares.items() if "down" not in key}
     with pytest.raises(InputError, match=r"has no blk\.0\.ffn_down\.weight\.in_sum2"):
-        quantize(model, tmp_path / "o.w4", calibration=write_imatrix(tmp_path / "imatrix.gguf", missing))
+        quantize(
+            model, tmp_path / "o.w4", calibration=write_imatrix(tmp_path / "imatrix.gguf", missing), scheme="w4a16"
+        )

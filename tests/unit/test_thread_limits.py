@@ -82,7 +82,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("threads")
     source = make_llama_dir(root / "hf")
-    quantize(source, root / "m.w4", group_size=32)
+    quantize(source, root / "m.w4", group_size=32, effort=0, scheme="w4a16")
     return root / "m.w4", source
 
 

@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 def convert(tmp_path: Path, *, scheme: str = "w4a16", group_size: int | str = 128, **options: Any) -> tuple[Path, Path]:
     source = make_llama_dir(tmp_path / "in", **options)
     out = tmp_path / "out.w4"
-    w4conv.quantize(source, out, scheme=scheme, group_size=group_size)
+    w4conv.quantize(source, out, scheme=scheme, group_size=group_size, effort=0)
     return source, out
 
 
@@ -91,7 +91,7 @@ def test_codes_of_another_method_are_noticed(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "quantize_rtn", altered)
-        w4conv.quantize(source, tmp_path / "out.w4")
+        w4conv.quantize(source, tmp_path / "out.w4", effort=0, scheme="w4a16")
     report = verify(tmp_path / "out.w4", against=source)
     assert report.intact
     assert not report.ok
@@ -115,7 +115,7 @@ def test_a_method_that_cannot_be_repeated_is_not_judged(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "quantize_rtn", altered)
-        w4conv.quantize(source, tmp_path / "out.w4")
+        w4conv.quantize(source, tmp_path / "out.w4", effort=0, scheme="w4a16")
     monkeypatch.setattr(round_trip, "REPEATABLE_METHOD", "another")
     monkeypatch.setattr(round_trip, "METHODS", ("another",))
     report = verify(tmp_path / "out.w4", against=source)
@@ -214,7 +214,7 @@ def test_another_architecture_or_shape_is_named(tmp_path: Path) -> None:
 
 def test_a_real_trained_model_loses_little(tmp_path: Path) -> None:
     stories = trained("bf16")
-    w4conv.quantize(stories, tmp_path / "s.w4", scheme="w8a16")
+    w4conv.quantize(stories, tmp_path / "s.w4", scheme="w8a16", effort=0)
     text = tmp_path / "story.txt"
     text.write_text((trained() / "sample_greedy.txt").read_text() * 4)
     report = verify(tmp_path / "s.w4", against=stories, ppl=True, text=text, ctx=32, max_ppl_increase="5%", min_sqnr=35)

@@ -64,7 +64,7 @@ def test_the_scale_of_gemma_s_embedding_survives_gguf(tmp_path: Path) -> None:
     settings |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 32}
     settings |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "sliding_window": 64}
     (made / "config.json").write_text(json.dumps(settings))
-    w4conv.quantize(made, tmp_path / "m.w4", group_size=32)
+    w4conv.quantize(made, tmp_path / "m.w4", group_size=32, effort=0, scheme="w4a16")
     made_of = export(tmp_path / "m.w4", tmp_path / "m.gguf", to="gguf")
     report = w4conv.verify(tmp_path / "m.gguf", against=tmp_path / "m.w4")
     assert report.ok, report.failures

@@ -22,8 +22,11 @@ Calibration = CalibrationSet | Statistics  # what a conversion is planned with
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A text of which so many tokens are taken, in sequences of ctx; None stands for CTX, or for what the model can take
-    where that is less. path: None is the set built in. special_tokens: how those that the text spells are read, `settle_special_tokens`."""
+    """A text of which so many tokens are taken, in sequences of ctx.
+
+    path: None is the set built in. ctx: None stands for CTX, or for what the model can take where that is less.
+    special_tokens: how those that the text spells are read, `settle_special_tokens`.
+    """
 
     path: Path | None
     tokens: int = TOKENS

@@ -64,8 +64,8 @@ def quantize(
             min=0,
             max=3,
             metavar="0..3",
-            help="0 rounds to nearest, in seconds; 1 too, with groups where they count; 2 calibrates; 3 does so on four "
-            "times the tokens [default: 2, or 0 where nothing gets fewer than 8 bits]",
+            help="0 rounds to nearest, in seconds; 1 too, with groups where they count; 2 calibrates; 3 does so on "
+            "four times the tokens [default: 2, or 0 where nothing gets fewer than 8 bits]",
         ),
     ] = None,
     preset: Annotated[
@@ -129,8 +129,8 @@ def quantize(
         typer.Option(
             metavar="builtin|TEXT|STATS",
             help="Calibration set: builtin, which comes with w4conv (./builtin is a file); UTF-8 text of the kind that "
-            "the model will read; or statistics of one, by w4conv calibrate or llama-imatrix [default: builtin, where the "
-            "effort calibrates]",
+            "the model will read; or statistics of one, by w4conv calibrate or llama-imatrix [default: builtin, where "
+            "the effort calibrates]",
         ),
     ] = None,
     calibration_tokens: Annotated[
@@ -189,8 +189,9 @@ def quantize(
 
     Weights get 4 bits and, for 32 of them, a scale and a shift (nl4), calibrated on a text that comes with w4conv.
     --effort 0 is quick. Or: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nf4 or fp4, or
-    int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed
-    conversion left of that is removed by the next one, or continued with --resume.
+    int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same input and
+    options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed conversion left
+    of that is removed by the next one, or continued with --resume.
 
     The report goes to standard output, or to standard error when OUT is -.
     """

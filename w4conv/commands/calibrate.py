@@ -76,6 +76,6 @@ def calibrate(
             digest = layout.write(target, observe(source, spec, cut.sequences, full=full, threads=threads), progress)
     return StatisticsReport(
         source=str(src), text=str(text), out=str(out), architecture=spec.architecture, tokens=cut.sequences.size,
-        ctx=cut.sequences.shape[1], special_tokens=given.special_tokens, n_places=layout.n_hooks, full=full, nbytes=layout.nbytes,
-        digest=digest,
+        ctx=cut.sequences.shape[1], special_tokens=given.special_tokens, n_places=layout.n_hooks, full=full,
+        nbytes=layout.nbytes, digest=digest,
     )  # fmt: skip

@@ -13,7 +13,8 @@
 | 2      | best   | the one built in, or --calibration    | 8192   | as the preset or the options say             |
 | 3      | best   | the one built in, or --calibration    | 32768  | as the preset or the options say             |
 
-By itself the effort is 2 where a matrix gets fewer than 8 bits, else 0. What is said twice, and differently, is refused.
+By itself the effort is 2 where a matrix gets fewer than 8 bits, else 0. What is said twice, and differently, is
+refused.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def make_plan(
 ) -> ConversionPlan:
     """Decide what every tensor becomes. Without target and awq no value is read; with them, and a text, the model runs.
 
-    model, notes: of `read_model`. target: bits a weight, at most. shared_out: groups are shared
-    out among matrices by their loss, in as many bytes as the recipe's own coding takes. head: the caller's word, for the record.
+    model, notes: of `read_model`. target: bits a weight, at most. shared_out: groups are shared out among matrices by
+    their loss, in as many bytes as the recipe's own coding takes. head: the caller's word, for the record.
     Raises UsageError for options that contradict each other, InputError.
     """
     planner = _Planner(
