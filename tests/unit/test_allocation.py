@@ -90,7 +90,7 @@ def test_the_container_keeps_the_budget(model: Path, tmp_path: Path, target: str
     with open_container(tmp_path / "out.w4") as container:
         assert container.provenance["target_bpw"] == target.removesuffix(".0")
         assert len(container.provenance["recipe"]) == report.n_allocated == 16
-    assert quantize(model, tmp_path / "again.w4", target_bpw=target, threads=1, effort=1).digest == report.digest
+    assert quantize(model, tmp_path / "again.w4", target_bpw=target, effort=1, threads=1).digest == report.digest
 
 
 def test_targets_out_of_reach(model: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_targets_out_of_reach(model: Path, tmp_path: Path) -> None:
         quantize(model, tmp_path / "out.w4", target_bpw=3, effort=1)
     low, high = re.findall(r"has ([\d.]+) to ([\d.]+) bits", str(told.value))[0]
     for ends in (low, high):
-        quantize(model, tmp_path / "out.w4", target_bpw=ends, dry_run=True, effort=1)
+        quantize(model, tmp_path / "out.w4", target_bpw=ends, effort=1, dry_run=True)
     for beyond in (float(low) - 0.01, float(high) + 0.01):
         with pytest.raises(UsageError, match="out of reach"):
             quantize(model, tmp_path / "out.w4", target_bpw=beyond, effort=1)
@@ -116,7 +116,7 @@ def test_targets_out_of_reach(model: Path, tmp_path: Path) -> None:
 )
 def test_options_that_contradict(model: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        quantize(model, tmp_path / "out.w4", **options, effort=0, scheme="w4a16")
+        quantize(model, tmp_path / "out.w4", **options)
 
 
 def test_a_recipe_comes_first(model: Path, tmp_path: Path) -> None:
@@ -124,14 +124,14 @@ def test_a_recipe_comes_first(model: Path, tmp_path: Path) -> None:
     file.write_text(
         '[tensors]\nembedding = {scheme = "f16"}\nhead = {group = 32}\n"*.down_proj.weight" = {method = "rtn"}\n'
     )
-    report = quantize(model, tmp_path / "out.w4", target_bpw="7.5", recipe=str(file), effort=1)
+    report = quantize(model, tmp_path / "out.w4", target_bpw="7.5", effort=1, recipe=str(file))
     found = schemes(tmp_path / "out.w4")
-    assert (found[EMBED], found["lm_head.weight"]) == ("f16", "int8/g32")
+    assert (found[EMBED], found["lm_head.weight"]) == ("f16", "nl4/g32")
     assert report.n_allocated == 14
     assert report.bits_per_weight <= 7.5
     file.write_text('[tensors]\n"*" = {group = 32}\n')
     with pytest.raises(UsageError, match="nothing to choose"):
-        quantize(model, tmp_path / "out.w4", target_bpw=5, recipe=str(file), effort=1)
+        quantize(model, tmp_path / "out.w4", target_bpw=5, effort=1, recipe=str(file))
 
 
 def test_a_broken_source_is_named(tmp_path: Path) -> None:
@@ -160,13 +160,13 @@ def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypat
     report = quantize(model, tmp_path / "out.w4", target_bpw=5, calibration=text, method="search", **TEXT)
     assert report.bits_per_weight <= 5
     some = kept["sequences"][np.unique(np.arange(4) * len(kept["sequences"]) // 4)]
-    quantize(model, tmp_path / "base.w4", scheme="f32", effort=0)
+    quantize(model, tmp_path / "base.w4", scheme="f32")
     for pattern, names in (
         ("*.layers.0.*", "layers.0."), ("*.layers.1.*", "layers.1."), ("embedding", "embed"), ("head", "lm_head"),
     ):  # fmt: skip
         file = tmp_path / "one.toml"
         file.write_text(f'[tensors]\n"{pattern}" = {{scheme = "nl4", group = 128}}\n')
-        quantize(model, tmp_path / "one.w4", scheme="f32", recipe=str(file), overwrite=True, effort=0)
+        quantize(model, tmp_path / "one.w4", scheme="f32", recipe=str(file), effort=0, overwrite=True)
         klds = []
         with Model(tmp_path / "one.w4") as one, Model(tmp_path / "base.w4") as base:
             for sequence in some:

@@ -43,7 +43,9 @@ class Place:
         self.model = Model(self.path, threads=1)
 
     def quantize(self, **options: Any) -> object:
-        return quantize(self.source, self.out, dry_run=True, **options, effort=0, scheme="w4a16")
+        if "calibration" not in options:
+            options = {"effort": 1 if "target_bpw" in options else 0} | options
+        return quantize(self.source, self.out, dry_run=True, **options)
 
     def calibrated(self, **options: Any) -> object:
         return self.quantize(calibration=self.text, **{"calibration_tokens": 512, "calibration_ctx": 32} | options)
@@ -76,7 +78,7 @@ class Place:
 
 COUNTS: dict[str, Callable[[Place, Any], object]] = {
     "quantize threads": lambda p, n: p.quantize(threads=n, target_bpw=5.0),
-    "quantize group_size": lambda p, n: p.quantize(group_size=n),
+    "quantize group_size": lambda p, n: p.quantize(group_size=n, scheme="w4a16"),
     "quantize calibration_tokens": lambda p, n: p.calibrated(calibration_tokens=n),
     "quantize calibration_ctx": lambda p, n: p.calibrated(calibration_ctx=n),
     "quantize gptq_zero15": lambda p, n: p.quantize(gptq_zero15=n),
@@ -214,8 +216,8 @@ def named(value: object) -> str:
 @pytest.mark.parametrize("value", NO_PATHS, ids=named)
 def test_what_is_no_path_is_refused(value: Any, place: Place) -> None:
     for call in (
-        lambda: quantize(value, place.out, effort=0, scheme="w4a16"),
-        lambda: quantize(place.source, value, effort=0, scheme="w4a16"),
+        lambda: quantize(value, place.out),
+        lambda: quantize(place.source, value),
         lambda: place.quantize(calibration=value),
         lambda: calibrate(place.source, value, place.out, tokens=512, ctx=32),
         lambda: calibrate(place.source, place.text, value, tokens=512, ctx=32),
@@ -234,7 +236,7 @@ def test_what_is_no_flag_overwrites_nothing(value: Any, place: Place) -> None:
         export(place.path, folder, to="safetensors")
     before = place.path.read_bytes(), (folder / "config.json").read_bytes()
     for call in (
-        lambda: quantize(place.source, place.path, overwrite=value, effort=0, scheme="w4a16"),
+        lambda: quantize(place.source, place.path, overwrite=value),
         lambda: export(place.path, folder, to="safetensors", overwrite=value),
         lambda: cat(place.path, "model.norm.weight", folder / "config.json", overwrite=value),
     ):

@@ -132,7 +132,7 @@ def test_keys_are_rounded_by_rope_averaged_query_moments(
         return solve(w, *args, query_moments=query_moments, **options)
 
     monkeypatch.setattr("w4conv.calibration.calibrator.solve", keep)
-    quantize(model, tmp_path / "o.w4", calibration=text, embeddings="f32", group_size=32, **SMALL, scheme="w4a16")
+    quantize(model, tmp_path / "o.w4", calibration=text, scheme="w4a16", embeddings="f32", group_size=32, **SMALL)
     with open_source(model) as source:
         layers = LayeredSource(source)
         parts = ("q_proj.weight", "q_proj.bias", "k_proj.weight")
@@ -222,14 +222,14 @@ def test_bytes_depend_on_neither_threads_nor_tier(
         for threads in (1, 2):
             out = tmp_path / f"{tier}{threads}.w4"
             quantize(
-                model, out, method=method, calibration=text, threads=threads, group_size=32, **SMALL, scheme="w4a16"
+                model, out, method=method, calibration=text, scheme="w4a16", threads=threads, group_size=32, **SMALL
             )
             made.add(out.read_bytes())
     assert len(made) == 1
 
 
 def test_record_and_report(model: Path, text: Path, tmp_path: Path) -> None:
-    report = quantize(model, tmp_path / "o.w4", calibration=text, **SMALL, scheme="w4a16")
+    report = quantize(model, tmp_path / "o.w4", calibration=text, scheme="w4a16", **SMALL)
     assert report.method == "best"
     assert any("gptq" in note for note in report.notes)
     with open_container(tmp_path / "o.w4") as container:
@@ -241,7 +241,7 @@ def test_record_and_report(model: Path, text: Path, tmp_path: Path) -> None:
             "held_out_sequences": 2,
             "damping_percent": 100,
         }
-    planned = quantize(model, tmp_path / "p.w4", calibration=text, dry_run=True, **SMALL, scheme="w4a16")
+    planned = quantize(model, tmp_path / "p.w4", calibration=text, scheme="w4a16", dry_run=True, **SMALL)
     assert planned.output_nbytes == report.output_nbytes
 
 
@@ -249,9 +249,9 @@ def test_outputs_of_the_model_are_nearer(model: Path, text: Path, tmp_path: Path
     from w4conv.runtime.engine import Model
     from w4conv.runtime.tokenizer import Tokenizer
 
-    quantize(model, tmp_path / "keep.w4", scheme="keep", effort=0)
+    quantize(model, tmp_path / "keep.w4", scheme="keep")
     quantize(model, tmp_path / "rtn.w4", effort=0, scheme="w4a16")
-    quantize(model, tmp_path / "best.w4", calibration=text, **SMALL, scheme="w4a16")
+    quantize(model, tmp_path / "best.w4", calibration=text, scheme="w4a16", **SMALL)
     logits = {}
     for name in ("keep", "rtn", "best"):
         with Model(tmp_path / f"{name}.w4") as m:
@@ -266,9 +266,9 @@ def test_heads_in_4_bits(text: Path, tmp_path: Path, tied: bool, monkeypatch: py
     model = make_llama_dir(tmp_path / "model", hidden=48, inner=80, tied=tied)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     options = SMALL | {"embeddings": "int4", "group_size": 32, "calibration": text}
-    quantize(model, tmp_path / "o.w4", **options, effort=0, scheme="w4a16")
+    quantize(model, tmp_path / "o.w4", **options)
     monkeypatch.setattr("w4conv.calibration.calibrator._READ_ROWS", 32)  # rows are independent, but for what is judged
-    quantize(model, tmp_path / "blocks.w4", **options, threads=1, effort=0, scheme="w4a16")
+    quantize(model, tmp_path / "blocks.w4", **options, threads=1)
     assert (tmp_path / "o.w4").read_bytes() == (tmp_path / "blocks.w4").read_bytes()
     report = verify(tmp_path / "o.w4", against=model)
     assert report.ok
@@ -281,8 +281,8 @@ def test_heads_in_4_bits(text: Path, tmp_path: Path, tied: bool, monkeypatch: py
         assert (ours.dequantize(head) != plain.dequantize(head)).any()
     out = tmp_path / "out.w4"
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, resume=True, progress=Stop(3), **options, effort=0, scheme="w4a16")
-    quantize(model, out, resume=True, **options, effort=0, scheme="w4a16")
+        quantize(model, out, resume=True, progress=Stop(3), **options)
+    quantize(model, out, resume=True, **options)
     assert out.read_bytes() == (tmp_path / "o.w4").read_bytes()
 
 
@@ -292,9 +292,9 @@ def test_other_schemes(model: Path, text: Path, tmp_path: Path, scheme: str) -> 
     from w4conv.runtime.tokenizer import Tokenizer
 
     options: dict[str, Any] = {"scheme": scheme, "embeddings": scheme, "group_size": 32}
-    quantize(model, tmp_path / "keep.w4", scheme="keep", effort=0)
-    quantize(model, tmp_path / "rtn.w4", **options, effort=0, scheme="w4a16")
-    report = quantize(model, tmp_path / "best.w4", calibration=text, **options, **SMALL, scheme="w4a16")
+    quantize(model, tmp_path / "keep.w4", scheme="keep")
+    quantize(model, tmp_path / "rtn.w4", effort=0, **options)
+    report = quantize(model, tmp_path / "best.w4", calibration=text, **options, **SMALL)
     assert any("gptq" in note for note in report.notes)
     assert verify(tmp_path / "best.w4", against=model).ok
     logits = {}
@@ -305,13 +305,13 @@ def test_other_schemes(model: Path, text: Path, tmp_path: Path, scheme: str) -> 
     assert error["best"] < 0.7 * error["rtn"]
     out = tmp_path / "out.w4"
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, calibration=text, resume=True, progress=Stop(13), **options, **SMALL, scheme="w4a16")
-    quantize(model, out, calibration=text, resume=True, threads=1, **options, **SMALL, scheme="w4a16")
+        quantize(model, out, calibration=text, resume=True, progress=Stop(13), **options, **SMALL)
+    quantize(model, out, calibration=text, resume=True, threads=1, **options, **SMALL)
     assert out.read_bytes() == (tmp_path / "best.w4").read_bytes()
 
 
 def test_verify_tells_what_it_cannot_make_again(model: Path, text: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "o.w4", calibration=text, **SMALL, scheme="w4a16")
+    quantize(model, tmp_path / "o.w4", calibration=text, scheme="w4a16", **SMALL)
     report = verify(tmp_path / "o.w4", against=model)
     assert report.ok
     assert report.round_trip is not None
@@ -330,9 +330,9 @@ def test_verify_tells_what_it_cannot_make_again(model: Path, text: Path, tmp_pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "gptq"}, "--calibration"),
+        ({"method": "gptq", "effort": 1}, "effort 1 rounds to nearest"),
         ({"method": "omniquant", "calibration": "t"}, "unknown method"),
-        ({"method": "awq"}, "--calibration"),
+        ({"method": "rtn", "effort": 3}, "effort 3 calibrates"),
         ({"method": "rtn", "calibration": "t"}, "no use"),
         ({"scheme": "bf16", "calibration": "t"}, "nothing to calibrate"),
         ({"calibration": "t", "calibration_ctx": 257}, "calibration-ctx"),
@@ -346,7 +346,7 @@ def test_options_that_make_no_sense(
     if "calibration" in options:
         options = options | {"calibration": text}
     with pytest.raises(UsageError, match=words):
-        quantize(model, tmp_path / "o.w4", **options, effort=0, scheme="w4a16")
+        quantize(model, tmp_path / "o.w4", **options)
     assert not (tmp_path / "o.w4").exists()
 
 
@@ -361,7 +361,7 @@ def test_values_that_cannot_be_coded(text: Path, tmp_path: Path, value: float, w
     tensors["model.layers.0.mlp.gate_proj.weight"][3, 7] = value
     write_safetensors(model / "model.safetensors", {name: ("F32", a) for name, a in tensors.items()})
     with pytest.raises(InputError, match=words):
-        quantize(model, tmp_path / "o.w4", calibration=text, **SMALL, scheme="w4a16")
+        quantize(model, tmp_path / "o.w4", calibration=text, scheme="w4a16", **SMALL)
     assert not (tmp_path / "o.w4").exists()
 
 
@@ -384,7 +384,7 @@ class Stop:
 @pytest.fixture(scope="module")
 def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = tmp_path_factory.mktemp("whole") / "whole.w4"
-    quantize(model, out, calibration=text, **SMALL, scheme="w4a16")
+    quantize(model, out, calibration=text, scheme="w4a16", **SMALL)
     return out.read_bytes()
 
 
@@ -397,7 +397,7 @@ def test_interrupted_and_resumed(
 ) -> None:
     out = tmp_path / "out.w4"
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, calibration=text, resume=True, progress=Stop(n), **SMALL, scheme="w4a16")
+        quantize(model, out, calibration=text, scheme="w4a16", resume=True, progress=Stop(n), **SMALL)
     solved: list[str] = []
 
     def count(*args: Any, **options: Any) -> Any:
@@ -407,7 +407,7 @@ def test_interrupted_and_resumed(
     monkeypatch.setattr("w4conv.calibration.calibrator.solve", count)
     monkeypatch.setenv("W4CONV_ISA", "scalar")
     progress = Stop()
-    report = quantize(model, out, calibration=text, resume=True, progress=progress, threads=1, **SMALL, scheme="w4a16")
+    report = quantize(model, out, calibration=text, scheme="w4a16", resume=True, progress=progress, threads=1, **SMALL)
     assert any(note.startswith("resumed: ") and not note.startswith("resumed: 0") for note in report.notes)
     assert out.read_bytes() == whole
     assert progress.left == 0
@@ -419,6 +419,6 @@ def test_interrupted_again_and_again(model: Path, text: Path, whole: bytes, tmp_
     out = tmp_path / "out.w4"
     for n in (9, 11, 16, 21):
         with pytest.raises(KeyboardInterrupt):
-            quantize(model, out, calibration=text, resume=True, progress=Stop(n), **SMALL, scheme="w4a16")
-    quantize(model, out, calibration=text, resume=True, **SMALL, scheme="w4a16")
+            quantize(model, out, calibration=text, scheme="w4a16", resume=True, progress=Stop(n), **SMALL)
+    quantize(model, out, calibration=text, scheme="w4a16", resume=True, **SMALL)
     assert out.read_bytes() == whole

@@ -393,7 +393,7 @@ def test_scales_that_underflow_are_told(model: Path, tmp_path: Path) -> None:
 )
 def test_options_that_do_not_exist(model: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        quantize(model, tmp_path / "out.w4", **options, effort=0, scheme="w4a16")
+        quantize(model, tmp_path / "out.w4", effort=0, **options)
 
 
 def test_group_size_row_is_zero() -> None:
@@ -430,8 +430,8 @@ def test_a_source_whose_files_are_links_elsewhere(model: Path, tmp_path: Path) -
     quantize(cache / "snapshot", tmp_path / "out.w4", effort=0, scheme="w4a16")
     with open_container(tmp_path / "out.w4") as container:
         assert "model.safetensors" in [file["name"] for file in container.provenance["source"]["files"]]
+    target = (cache / "snapshot" / "model.safetensors").resolve()
     with pytest.raises(UsageError, match="of the source"):
-        target = (cache / "snapshot" / "model.safetensors").resolve()
         quantize(cache / "snapshot", target, overwrite=True, effort=0, scheme="w4a16")
 
 

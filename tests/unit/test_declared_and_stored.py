@@ -321,7 +321,7 @@ def test_inspect_describes(
     key = "quantization" if kind == "mlx" else "quantization_config"
     directory = write(tmp_path / "m", settings, encode, key=key)
     with pytest.raises(InputError, match=word):
-        w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", effort=0, scheme="w4a16")
+        w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", effort=0)
     found = inspect(directory)
     assert found.kind == kind
     assert stored in {total.what for total in found.by_scheme}
@@ -339,7 +339,7 @@ def test_generic_keeps_what_has_4_bits(tmp_path: Path, name: str) -> None:
         raw["some.embed_tokens.weight"] = "F16", np.ones((300, 64), np.float16)
 
     directory = write(tmp_path / "m", GPTQ, gptq(), change=change)
-    report = w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", effort=0, scheme="w4a16")
+    report = w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", effort=0)
     assert report.scheme == "keep"
     assert w4conv.verify(tmp_path / "m.w4", against=directory).ok
 
@@ -352,7 +352,7 @@ def test_generic_where_only_the_embedding_is_quantized(tmp_path: Path) -> None:
 
     directory = write(tmp_path / "m", GPTQ, gptq(), change=change)
     with pytest.raises(UsageError, match=r"linear weights are not. Give --scheme w4a16 --embeddings keep"):
-        w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", effort=0, scheme="w4a16")
+        w4conv.quantize(directory, tmp_path / "m.w4", architecture="generic", effort=0)
     report = w4conv.quantize(
         directory, tmp_path / "m.w4", architecture="generic", scheme="w4a16", embeddings="keep", effort=0
     )
@@ -365,7 +365,7 @@ def test_heads_of_gguf(tmp_path: Path, embedding: str, head: str | None) -> None
     """output.weight counts where it is, as in llama.cpp; --head tied leaves it out."""
     path, _ = mixed(tmp_path / "m.gguf", ("Q4_K",), embedding)
     stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
-    report = w4conv.quantize(path, tmp_path / "m.w4", head=head, effort=0, scheme="w4a16")
+    report = w4conv.quantize(path, tmp_path / "m.w4", head=head, effort=0)
     assert any("differs from" in warning for warning in report.warnings) == (head == "tied")
     with w4conv.open(tmp_path / "m.w4") as container:
         assert ("lm_head.weight" in container.tensors) == (head != "tied")
@@ -381,7 +381,7 @@ def test_heads_of_gguf(tmp_path: Path, embedding: str, head: str | None) -> None
 @pytest.mark.parametrize("head", [None, "tied"])
 def test_gguf_without_a_head(tmp_path: Path, head: str | None) -> None:
     path = make_llama_gguf(tmp_path / "m.gguf", tied=True)
-    report = w4conv.quantize(path, tmp_path / "m.w4", head=head, effort=0, scheme="w4a16")
+    report = w4conv.quantize(path, tmp_path / "m.w4", head=head, effort=0)
     assert not report.warnings
     with pytest.raises(UsageError, match=r"has no lm_head.weight"):
-        w4conv.quantize(path, tmp_path / "n.w4", head="stored", effort=0, scheme="w4a16")
+        w4conv.quantize(path, tmp_path / "n.w4", head="stored", effort=0)

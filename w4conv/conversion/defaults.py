@@ -38,6 +38,7 @@ PRESETS: Final = {"smallest": Preset("nl4", 128), "balanced": Preset("nl4", 32),
 DEFAULT_PRESET: Final = "balanced"
 TOKENS: Final = {2: 8192, 3: 32768}  # of the calibration set, by effort
 DEFAULT_EFFORT: Final = 2
+WIDE_GROUPS: Final = ("256", "row", "0")  # that integer schemes alone have
 CALIBRATED_EFFORTS: Final = tuple(TOKENS)
 
 
@@ -83,10 +84,14 @@ def coding(preset: str | None, scheme: str | None, group_size: int | str | None)
     """Word of the scheme and group size, where no codes are kept. A scheme that the caller names has its own usual
     groups."""
     chosen = PRESETS[preset or DEFAULT_PRESET]
-    if scheme is None:
-        scheme, usual = chosen.scheme, chosen.group_size
-    else:
+    if scheme is not None:
         usual = PRESETS[DEFAULT_PRESET].group_size if scheme == chosen.scheme else DEFAULT_GROUP_SIZE
+    else:
+        scheme, usual = chosen.scheme, chosen.group_size
+        if group_size is not None and str(group_size) in WIDE_GROUPS:
+            raise UsageError(
+                f"group size {group_size} is beyond {scheme}, the usual scheme: name one that has it, such as w4a16"
+            )
     return scheme, usual if group_size is None else group_size
 
 
