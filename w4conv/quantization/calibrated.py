@@ -26,7 +26,7 @@ import numpy.typing as npt
 from w4conv import codes, kernels
 from w4conv.arrays import F32Array
 from w4conv.quantization.reference_gptq import levels_of
-from w4conv.scheme import SHIFTS, TILE_ROWS, QuantScheme
+from w4conv.scheme import TILE_ROWS, QuantScheme
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -197,7 +197,7 @@ def solve(
         method=name,
         packed=kernels.PackedRows(
             codes=codes.pack(scheme, stored[None])[0],
-            scales=_stored_scales(found),
+            scales=_stored_scales(found, grid),
             super_scales=None if found.steps is None else found.steps.astype(np.float16)[:, None],
             zero_points=_zero_points(found.q_min, len(w)) if grid.is_asymmetric else None,
             n_underflowed=problem.n_underflowed(found),
@@ -206,8 +206,8 @@ def solve(
     )
 
 
-def _stored_scales(r: _Rounding) -> npt.NDArray[np.generic]:
-    return r.scales.astype(np.float16) if r.steps is None else kernels.pack_steps(r.scales, r.q_min, r.steps)
+def _stored_scales(r: _Rounding, grid: codes.Grid) -> npt.NDArray[np.generic]:
+    return r.scales.astype(np.float16) if r.steps is None else kernels.pack_steps(r.scales, r.q_min, r.steps, grid)
 
 
 def _zero_points(q_min: F32Array, n_rows: int) -> npt.NDArray[np.uint8]:
@@ -301,7 +301,7 @@ class _Problem:
 
     def _multipliers(self) -> F32Array:
         if self._grid.shifts:
-            return np.array(kernels.SHIFTED, np.float32)
+            return kernels.shifted(kernels.SHIFTED, self._grid.shifts)
         if self._grid.is_asymmetric:
             return np.array(SHRINKS, np.float32)
         return np.array(MULTIPLIERS, np.float32)
@@ -309,7 +309,7 @@ class _Problem:
     def _plain(self) -> F32Array:
         """Of round-to-nearest."""
         if self._grid.shifts:
-            return np.array([(sign, shift) for shift in SHIFTS for sign in (1, -1)], np.float32)
+            return kernels.shifted((1,), self._grid.shifts)
         return np.array([(1, 1 if self._grid.is_asymmetric else 0)], np.float32)
 
     def _row_by_row(self, target: F32Array, queries: F32Array) -> _Rounding:
