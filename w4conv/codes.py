@@ -9,8 +9,8 @@ line is 16 little-endian dwords, one a row; the dwords of a row hold its columns
     int8    4 columns: byte i = code[k+i], two's complement
     f16     2 columns, bf16 likewise; f32 1 column
 
-Rows are padded to 16, columns to `columns_per_run`, which fill whole dwords. Tensors of rank 0 and 1 are stored plain; tensors of rank 3 and more
-are a stack of matrices, each padded by itself. Scales and zero points are arrays [matrix][tile][group][16 rows].
+Rows are padded to 16, columns to `columns_per_run`, which fill whole dwords. Tensors of rank 0 and 1 are stored plain;
+tensors of rank 3 and more are a stack of matrices, each padded by itself. Scales and zero points are arrays [matrix][tile][group][16 rows].
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class QuantScheme:
         entries), "int8" (symmetric), "int8o" (with offset), "f16", "bf16", "f32" (values kept as they are).
     group_size: consecutive columns of a row that share a scale; 0 means the whole row. 0 for float kinds.
     scale_dtype: "f16" or "f32"; "i8" for two levels: a byte for each group, and an FP16 super-scale for 256 columns;
-        "s6", of nl3 and nl4: 6 bits for each group, 2 more for its shift, and an FP16 super-scale for the row; "" for float
-        kinds.
+        "s6", of nl4 and nl3: 6 bits for each group, 2 more for its shift, and an FP16 super-scale for the row; "" for
+        float kinds.
     """
 
     kind: str

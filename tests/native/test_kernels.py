@@ -325,7 +325,11 @@ def some_parts(scheme: QuantScheme, shape: tuple[int, int]) -> dict[str, npt.NDA
     """Random codes, and scales of ordinary size."""
     rng = np.random.default_rng(shape[1])
     n_rows, n_columns = shape
-    q = rng.integers(-128, 128, shape, np.int8) if scheme.bits == 8 else rng.integers(0, 1 << scheme.bits, shape, np.uint8)
+    q = (
+        rng.integers(-128, 128, shape, np.int8)
+        if scheme.bits == 8
+        else rng.integers(0, 1 << scheme.bits, shape, np.uint8)
+    )
     given = {}
     for kind, part in codes.row_parts(scheme).items():
         size = n_rows, part.n_runs(n_columns)

@@ -37,9 +37,7 @@ def some_weights(n_rows: int, n_columns: int) -> npt.NDArray[np.float32]:
 )
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounding_is_that_of_the_text(
-    tier: str, kind: str, n_rows: int, n_columns: int, size: int, dtype: str
-) -> None:
+def test_rounding_is_that_of_the_text(tier: str, kind: str, n_rows: int, n_columns: int, size: int, dtype: str) -> None:
     w = some_weights(n_rows, n_columns)
     stored = {"F16": w.astype(np.float16), "BF16": codes.f32_to_bf16(w), "F32": w}[dtype]
     w = codes.as_f32(stored, dtype)

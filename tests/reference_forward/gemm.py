@@ -16,7 +16,8 @@ from w4conv.scheme import QuantScheme
 INTEGER_KINDS = ("int4", "int4z", "int4o", "int8", "int8o")
 # Of codebooks: what makes levels whole, and whether they are too wide for activation blocks of 128.
 CODEBOOKS = {
-    "e2m1": (2, False), "iq4nl": (1, False), "nl4": (1, False), "nl3": (1, False), "nf4": (2048, True), "fp4": (192, True),
+    "e2m1": (2, False), "iq4nl": (1, False), "nl4": (1, False), "nl3": (1, False),
+    "nf4": (2048, True), "fp4": (192, True),
 }  # fmt: skip
 SHIFTS = {"nl4": (8, -12), "nl3": (12, -18)}  # step, and the lowest
 SUPER_COLUMNS = 256

@@ -175,7 +175,12 @@ def test_unpack_inverts_pack(coding: QuantScheme, shape: tuple[int, int, int], s
     if coding.bits < 8:
         original = original & ((1 << coding.bits) - 1)
     tiles = codes.pack(coding, original)
-    assert tiles.shape == (shape[0], -(-shape[1] // 16), -(-shape[2] // 32) * 3 if coding.kind == "nl3" else -(-shape[2] * coding.bits // 32), 16)
+    assert tiles.shape == (
+        shape[0],
+        -(-shape[1] // 16),
+        -(-shape[2] // 32) * 3 if coding.kind == "nl3" else -(-shape[2] * coding.bits // 32),
+        16,
+    )
     again = codes.unpack(coding, tiles, *shape[1:])
     assert again.dtype == dtype
     assert again.tobytes() == original.tobytes()
