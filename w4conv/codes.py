@@ -10,7 +10,8 @@ line is 16 little-endian dwords, one a row; the dwords of a row hold its columns
     f16     2 columns, bf16 likewise; f32 1 column
 
 Rows are padded to 16, columns to `columns_per_run`, which fill whole dwords. Tensors of rank 0 and 1 are stored plain;
-tensors of rank 3 and more are a stack of matrices, each padded by itself. Scales and zero points are arrays [matrix][tile][group][16 rows].
+tensors of rank 3 and more are a stack of matrices, each padded by itself. Scales and zero points are arrays
+[matrix][tile][group][16 rows].
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def quantize(
         typer.Option(
             metavar="|".join(EMBEDDINGS),
             help="Coding of embedding and head [default: int8, or as the scheme where that is nl4, a float type or "
-            "keep]",
+            "keep; nl4 for nl3]",
             autocompletion=one_of(EMBEDDINGS),
         ),
     ] = None,
@@ -161,7 +161,7 @@ def quantize(
     """Convert a checkpoint to a .w4 container.
 
     Weights are rounded to nearest: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nl4, nf4
-    or fp4, or int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same
+    or fp4, the 8 of nl3, or int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same
     input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed
     conversion left of that is removed by the next one, or continued with --resume.
 
