@@ -161,9 +161,9 @@ def quantize(
     """Convert a checkpoint to a .w4 container.
 
     Weights are rounded to nearest: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nl4, nf4
-    or fp4, the 8 of nl3, or int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same
-    input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed
-    conversion left of that is removed by the next one, or continued with --resume.
+    or fp4, the 8 of nl3, or int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their
+    type. The same input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What
+    a killed conversion left of that is removed by the next one, or continued with --resume.
 
     The report goes to standard output, or to standard error when OUT is -.
     """

@@ -104,8 +104,9 @@ def quantize(
     """Convert the checkpoint `src` (a Hugging Face directory or a GGUF file) to the container `out`.
 
     scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nl4", "nl3", "nf4", "fp4", "w8a16", "f16", "bf16",
-    "f32" or "keep" for linear weights; None means keep for a checkpoint in 4 bits, and a GGUF file of any types, whose very codes and
-    scales schemes of the container hold, else w4a16. group_size: 16, 32, 64, 128 (default), 256, or "row" or 0.
+    "f32" or "keep" for linear weights; None means keep for a checkpoint in 4 bits, and a GGUF file of any types, whose
+    very codes and scales schemes of the container hold, else w4a16. group_size: 16, 32, 64, 128 (default), 256, or
+    "row" or 0.
     embeddings: "int8", "int4", "int4z", "nl4", "nl3", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and
     head; None means nl4 where linear weights are nl4 or nl3, int8 where they are rounded to other integers or levels,
     else as the scheme. Vectors keep the type they have.
