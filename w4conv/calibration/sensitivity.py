@@ -120,8 +120,7 @@ class Sensitivity:
                 packed = kernels.quantize_rtn(values, dtype, scheme, threads=self._threads)
             else:
                 packed = quick(w, inputs, scheme, threads=self._threads)
-        parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
-        return scheme, (t.shape[0], t.shape[1]), parts
+        return scheme, (t.shape[0], t.shape[1]), packed.raw_parts()
 
     def _errors(self, t: TensorSpec, squares: F64Array | None) -> tuple[float, ...]:
         """Relative error of the weights with each scheme, columns weighted by `squares`."""
