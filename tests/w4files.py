@@ -42,7 +42,7 @@ SCHEMES_OF_1_1 = [
         if not kind.is_float and not kind.has_shifts
         for size in (16, 128)
     ),
-    *(QuantScheme("nl4", size, "s6") for size in (16, 128)),
+    *(QuantScheme(k, size, "s6") for k in ("nl4", "nl3") for size in (16, 128)),
 ]
 
 
@@ -55,7 +55,7 @@ def random_parts(coding: QuantScheme, shape: Sequence[int], seed: int = 0) -> di
     matrices = (n_matrices, n_rows, n_columns)
     if coding.is_float:
         return {"values": as_bytes(codes.pack(coding, random_values(coding, matrices, seed)))}
-    lowest, end, dtype = (-128, 128, np.int8) if coding.bits == 8 else (0, 16, np.uint8)
+    lowest, end, dtype = (-128, 128, np.int8) if coding.bits == 8 else (0, 1 << coding.bits, np.uint8)
     q = rng.integers(lowest, end, matrices, dtype)
     parts = {"codes": as_bytes(codes.pack(coding, q))}
     for kind, part in codes.row_parts(coding).items():

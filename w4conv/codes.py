@@ -1,14 +1,17 @@
 """The coded form of a tensor, in numpy: `formats/w4-codes.md` put into code.
 
 Layout first. A matrix of N rows and K columns is cut into tiles of 16 rows. A tile is a run of lines of 64 bytes; a
-line is 16 little-endian dwords, one a row; a dword holds the next `columns_per_dword` columns of its row:
+line is 16 little-endian dwords, one a row; the dwords of a row hold its columns, k the first one of each:
 
-    int4   8 columns: byte i (0..3) = code[k+i] | code[k+4+i] << 4
-    int8   4 columns: byte i = code[k+i], two's complement
-    f16    2 columns, bf16 likewise; f32 1 column
+    4 bits  8 columns: byte i (0..3) = code[k+i] | code[k+4+i] << 4
+    3 bits  24 of 32 columns as if they had 4 bits, in 3 dwords; and in the fourth bits of dword j (0..2), bit j of the
+            codes of the 8 others
+    int8    4 columns: byte i = code[k+i], two's complement
+    f16     2 columns, bf16 likewise; f32 1 column
 
-Rows are padded to 16, columns to a whole dword. Tensors of rank 0 and 1 are stored plain; tensors of rank 3 and more
-are a stack of matrices, each padded by itself. Scales and zero points are arrays [matrix][tile][group][16 rows].
+Rows are padded to 16, columns to `columns_per_run`, which fill whole dwords. Tensors of rank 0 and 1 are stored plain;
+tensors of rank 3 and more are a stack of matrices, each padded by itself. Scales and zero points are arrays
+[matrix][tile][group][16 rows].
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.arrays import VALUE_DTYPES, Array, F32Array
-from w4conv.scheme import KINDS, SHIFTS, TILE_ROWS, QuantScheme
+from w4conv.scheme import KINDS, TILE_ROWS, QuantScheme
 
 INT4_PAD: Final = 8  # the code of zero
 MAX_ZERO_POINT: Final = 15
@@ -61,8 +64,9 @@ def grid(scheme: QuantScheme) -> Grid:
     """Of an integer or codebook scheme."""
     if scheme.kind in CODEBOOKS:
         order = np.argsort(CODEBOOKS[scheme.kind], kind="stable")
-        shifts = SHIFTS if scheme.has_shifts else ()
-        return Grid(15, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8), shifts=shifts)
+        return Grid(
+            len(order) - 1, levels=CODEBOOKS[scheme.kind][order], codes=order.astype(np.uint8), shifts=scheme.shifts
+        )
     return Grid((1 << scheme.bits) - 1, is_asymmetric=scheme.has_zero_points)
 
 
@@ -122,7 +126,7 @@ def part_sizes(scheme: QuantScheme, shape: Sequence[int]) -> dict[str, int]:
             raise ValueError(f"a tensor of shape {tuple(shape)} has no rows and columns to quantize as {scheme}")
         return {"values": math.prod(shape) * scheme.bits // 8}
     n_matrices, n_rows, n_columns = matrix_shape(shape)
-    n_lines = -(-n_columns // scheme.columns_per_dword)
+    n_lines = scheme.n_lines(n_columns)
     rows = n_matrices * n_tiles(n_rows) * TILE_ROWS
     if scheme.is_float:
         return {"values": rows * n_lines * 4}
@@ -145,37 +149,45 @@ def untile(tiles: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(tiles.transpose(0, 1, 3, 2)).reshape(n_matrices, n_tiles_ * TILE_ROWS, n_lines)
 
 
-def _pad(a: Array, columns_per_dword: int, fill: int) -> Array:
-    """(n_matrices, n_rows, n_columns) -> the same with rows padded to 16 and columns to a dword."""
+def _pad(a: Array, scheme: QuantScheme) -> Array:
+    """(n_matrices, n_rows, n_columns) -> the same with rows padded to 16 and columns to whole dwords."""
     _, n_rows, n_columns = a.shape
-    widths = ((0, 0), (0, -n_rows % TILE_ROWS), (0, -n_columns % columns_per_dword))
-    return np.pad(a, widths, constant_values=fill)
+    widths = ((0, 0), (0, -n_rows % TILE_ROWS), (0, -n_columns % scheme.columns_per_run))
+    return np.pad(a, widths, constant_values=pad_code(scheme))
 
 
 def pack(scheme: QuantScheme, codes: Array) -> npt.NDArray[np.uint32]:
     """Codes or values (n_matrices, n_rows, n_columns) -> tiled dwords (n_matrices, n_tiles, n_lines, 16).
 
-    4-bit kinds take uint8 0..15 (int4: code = q + 8), int8 and int8o take int8, float kinds take float16,
-    uint16 (bf16) or float32.
+    4-bit kinds take uint8 0..15 (int4: code = q + 8), 3-bit ones 0..7, int8 and int8o take int8, float kinds take
+    float16, uint16 (bf16) or float32.
     """
-    if scheme.bits == 4:
-        c = _pad(codes, 8, pad_code(scheme)).astype(np.uint8)
-        n_matrices, n_rows, n_columns = c.shape
-        halves = c.reshape(n_matrices, n_rows, n_columns // 8, 2, 4)
-        packed = halves[..., 0, :] | halves[..., 1, :] << 4  # (n_matrices, n_rows, n_lines, 4) u8
+    padded = _pad(codes, scheme)
+    if scheme.bits < 8:
+        n_matrices, n_rows, n_columns = padded.shape
+        halves = padded.astype(np.uint8).reshape(n_matrices, n_rows, n_columns // 8, 2, 4)
+        packed = halves[..., 0, :] | halves[..., 1, :] << 4  # (n_matrices, n_rows, n_columns / 8, 4) u8
+        if scheme.bits == 3:
+            runs = packed.reshape(n_matrices, n_rows, n_columns // 32, 4, 4)
+            bits = runs[..., 3:, :] >> np.arange(3, dtype=np.uint8)[:, None] & 0x11
+            packed = (runs[..., :3, :] | bits << 3).reshape(n_matrices, n_rows, n_columns // 32 * 3, 4)
         return tile(np.ascontiguousarray(packed).view("<u4")[..., 0])
     dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind.upper()]
-    padded = np.ascontiguousarray(_pad(codes, scheme.columns_per_dword, 0), dtype)
-    return tile(padded.view("<u4"))
+    return tile(np.ascontiguousarray(padded, dtype).view("<u4"))
 
 
 def unpack(scheme: QuantScheme, tiles: npt.NDArray[np.uint32], n_rows: int, n_columns: int) -> Array:
     """Inverse of `pack`: (n_matrices, n_rows, n_columns) of uint8, int8, float16, uint16 (bf16) or float32."""
     dwords = untile(tiles)
-    if scheme.bits == 4:
+    if scheme.bits < 8:
         packed = dwords.astype("<u4")[..., None].view(np.uint8)  # (n_matrices, n_rows, n_lines, 4)
-        codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
-        return codes.reshape(*dwords.shape[:2], 8 * dwords.shape[2])[:, :n_rows, :n_columns]
+        if scheme.bits == 3:
+            runs = packed.reshape(*dwords.shape[:2], dwords.shape[2] // 3, 3, 4)
+            spread = runs >> 3 & 0x11  # of the last 8 of 32 columns: a bit of each
+            last = (spread << np.arange(3, dtype=np.uint8)[:, None]).sum(axis=3, keepdims=True, dtype=np.uint8)
+            packed = np.concatenate([runs & 0x77, last], axis=3).reshape(*dwords.shape[:2], dwords.shape[2] // 3 * 4, 4)
+        codes = np.stack([packed & 15, packed >> 4], axis=-2)
+        return codes.reshape(*packed.shape[:2], 8 * packed.shape[2])[:, :n_rows, :n_columns]
     dtype = np.dtype("i1") if scheme.bits == 8 else VALUE_DTYPES[scheme.kind.upper()]
     return dwords.astype("<u4", copy=False).view(dtype)[:, :n_rows, :n_columns]
 
@@ -195,16 +207,16 @@ def unpack_rows(tiles: Array, n_rows: int) -> Array:
     return rows[:, :n_rows]
 
 
-def pack_shifted(scales: Array, shifts: Array) -> npt.NDArray[np.uint8]:
-    """Bytes of "s6": scales -31..31, and the index in SHIFTS of shifts, as floats or integers of one shape."""
-    index = (shifts.astype(np.int32) - SHIFTS[0]) // (SHIFTS[1] - SHIFTS[0])
+def pack_shifted(scales: Array, shifts: Array, known: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """Bytes of "s6": scales -31..31, and the index in `known` of shifts, as floats or integers of one shape."""
+    index = np.searchsorted(known, shifts)
     return (scales.astype(np.int32) & 0x3F | index << 6).astype(np.uint8)
 
 
-def unpack_shifted(packed: Array) -> tuple[F32Array, F32Array]:
+def unpack_shifted(packed: Array, known: Sequence[int]) -> tuple[F32Array, F32Array]:
     """Inverse of `pack_shifted`: (scales, shifts)."""
     b = packed.astype(np.int32)
-    return ((b & 0x3F ^ 0x20) - 0x20).astype(np.float32), np.array(SHIFTS, np.float32)[b >> 6]
+    return ((b & 0x3F ^ 0x20) - 0x20).astype(np.float32), np.array(known, np.float32)[b >> 6]
 
 
 def pack_matrix(
@@ -281,14 +293,14 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
 
     def numbers(kind: str) -> F32Array:
         if scheme.has_shifts:
-            return per_column("super_scales") * widened(unpack_shifted(of_rows("scales"))[0], "scales")
+            return per_column("super_scales") * widened(unpack_shifted(of_rows("scales"), scheme.shifts)[0], "scales")
         return per_column(kind) * per_column(f"super_{kind}") if scheme.is_two_level else per_column(kind)
 
     levels: F32Array
     if scheme.kind in CODEBOOKS:
         levels = CODEBOOKS[scheme.kind][codes]
         if scheme.has_shifts:
-            levels += widened(unpack_shifted(of_rows("scales"))[1], "scales")
+            levels += widened(unpack_shifted(of_rows("scales"), scheme.shifts)[1], "scales")
     elif scheme.has_zero_points:
         levels = codes.astype(np.float32) - per_column("zero_points")
     else:
@@ -302,5 +314,5 @@ def dequantize(scheme: QuantScheme, shape: Sequence[int], parts: Mapping[str, Ar
 
 def _tiles(scheme: QuantScheme, shape: Sequence[int], raw: Array) -> npt.NDArray[np.uint32]:
     n_matrices, n_rows, n_columns = matrix_shape(shape)
-    n_lines = -(-n_columns // scheme.columns_per_dword)
+    n_lines = scheme.n_lines(n_columns)
     return raw.view("<u4").reshape(n_matrices, n_tiles(n_rows), n_lines, TILE_ROWS)

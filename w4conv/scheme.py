@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +13,7 @@ TILE_ROWS: Final = 16  # rows stored together
 DWORD_BITS: Final = 32  # one row's share of a line
 LINE_BYTES: Final = TILE_ROWS * DWORD_BITS // 8  # 64
 
-# 16-entry codebooks, code 0 first; float32 rounds the thirds of FP4.
+# Codebooks, code 0 first; float32 rounds the thirds of FP4.
 NF4: Final = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -23,7 +24,7 @@ FP4: Final = (*_FP4_MAGNITUDES, *(-m for m in _FP4_MAGNITUDES))
 _E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # two bits of exponent, one of mantissa
 E2M1: Final = (*_E2M1_MAGNITUDES, *(-m for m in _E2M1_MAGNITUDES))
 IQ4NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-SHIFTS: Final = (-12, -4, 4, 12)  # of nl4: one of them is added to the levels of a group
+NL3: Final = (-127, -72, -40, -13, 11, 34, 64, 103)
 TOP_SCALE: Final = 31  # of a scale in 6 bits
 
 
@@ -34,7 +35,7 @@ class Kind:
     bits: of one code or value, without scales. levels: of a codebook, code 0 first; else a code is its own level, less
     centre. pad: the code of padding. is_float: values are kept as they are, without groups and scales.
     has_zero_points, has_offsets: a number for each group that is taken from its codes, or added to its values.
-    has_shifts: one of SHIFTS is added to the levels of a group; it lies in the byte of the scale.
+    shifts: one of them is added to the levels of a group; which one lies in the byte of the scale.
     takes_integers: products take the activations as integers, of the bits asked for. is_rounded_to: values may be
     rounded to it; else it holds what other formats have. is_calibrated: methods other than rtn know it. minor: the
     first minor version of the container that has it.
@@ -45,14 +46,18 @@ class Kind:
     levels: tuple[float, ...] = ()
     centre: int = 0
     pad: int = 0
+    shifts: tuple[int, ...] = ()
     is_float: bool = False
     has_zero_points: bool = False
-    has_shifts: bool = False
     has_offsets: bool = False
     takes_integers: bool = False
     is_rounded_to: bool = True
     is_calibrated: bool = False
     minor: int = 0
+
+    @property
+    def has_shifts(self) -> bool:
+        return len(self.shifts) > 0
 
 
 _ALL: Final = (
@@ -63,7 +68,8 @@ _ALL: Final = (
     Kind("fp4", 4, levels=FP4, is_calibrated=True),
     Kind("e2m1", 4, levels=E2M1, takes_integers=True, is_rounded_to=False),
     Kind("iq4nl", 4, levels=IQ4NL, takes_integers=True, is_rounded_to=False, minor=1),
-    Kind("nl4", 4, levels=IQ4NL, has_shifts=True, takes_integers=True, is_calibrated=True, minor=1),
+    Kind("nl3", 3, levels=NL3, shifts=(-18, -6, 6, 18), takes_integers=True, is_calibrated=True, minor=1),
+    Kind("nl4", 4, levels=IQ4NL, shifts=(-12, -4, 4, 12), takes_integers=True, is_calibrated=True, minor=1),
     Kind("int8", 8, takes_integers=True, is_calibrated=True),
     Kind("int8o", 8, has_offsets=True, takes_integers=True, is_rounded_to=False, minor=1),
     Kind("f16", 16, is_float=True),
@@ -85,12 +91,12 @@ class QuantScheme:
     """Coding of one tensor.
 
     kind: "int4" (symmetric), "int4z" (with zero point), "int4o" (with offset), "nf4", "fp4" and "e2m1" (16-entry
-        codebook), "iq4nl" (the same, of integers), "nl4" (these, with a shift for each group), "int8" (symmetric),
-        "int8o" (with offset), "f16", "bf16", "f32" (values kept as they are).
+        codebook), "iq4nl" (the same, of integers), "nl4" (these, with a shift for each group), "nl3" (the same with 8
+        entries), "int8" (symmetric), "int8o" (with offset), "f16", "bf16", "f32" (values kept as they are).
     group_size: consecutive columns of a row that share a scale; 0 means the whole row. 0 for float kinds.
     scale_dtype: "f16" or "f32"; "i8" for two levels: a byte for each group, and an FP16 super-scale for 256 columns;
-        "s6", of nl4: 6 bits for each group, 2 more for its shift, and an FP16 super-scale for the row; "" for float
-        kinds.
+        "s6", of nl4 and nl3: 6 bits for each group, 2 more for its shift, and an FP16 super-scale for the row; "" for
+        float kinds.
     """
 
     kind: str
@@ -130,6 +136,10 @@ class QuantScheme:
         return KINDS[self.kind].has_zero_points
 
     @property
+    def shifts(self) -> tuple[int, ...]:
+        return KINDS[self.kind].shifts
+
+    @property
     def has_offsets(self) -> bool:
         return KINDS[self.kind].has_offsets
 
@@ -153,9 +163,13 @@ class QuantScheme:
         return max(KINDS[self.kind].minor, int(self.group_size == 16 or self.is_two_level))
 
     @property
-    def columns_per_dword(self) -> int:
-        """Columns of one row held by a dword; columns are padded to a multiple of it."""
-        return DWORD_BITS // self.bits
+    def columns_per_run(self) -> int:
+        """Columns of one row that fill whole dwords, the fewest; columns are padded to a multiple of it."""
+        return math.lcm(DWORD_BITS, self.bits) // self.bits
+
+    def n_lines(self, n_columns: int) -> int:
+        """Lines of a tile."""
+        return -(-n_columns // self.columns_per_run) * (self.columns_per_run * self.bits // DWORD_BITS)
 
     def n_groups(self, n_columns: int) -> int:
         """Groups of a row of `n_columns`; the last one may be shorter (w4-codes 3.3)."""
@@ -197,6 +211,7 @@ SCHEME_WORDS: Final = {
     "w4a16": ("int4", "int8"),
     "int4z": ("int4z", "int8"),
     "nl4": ("nl4", "nl4"),
+    "nl3": ("nl3", "nl4"),
     "nf4": ("nf4", "int8"),
     "fp4": ("fp4", "int8"),
     "w8a16": ("int8", "int8"),

@@ -38,7 +38,7 @@ extern "C" {
 #define W4_MAX_RANK 8
 
 typedef enum {
-    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_IQ4NL, W4_NL4, W4_INT8, W4_INT8O, W4_F16, W4_BF16, W4_F32,
+    W4_INT4, W4_INT4Z, W4_INT4O, W4_NF4, W4_FP4, W4_E2M1, W4_IQ4NL, W4_NL4, W4_NL3, W4_INT8, W4_INT8O, W4_F16, W4_BF16, W4_F32,
     W4_N_SCHEMES
 } w4_scheme;
 typedef enum {
@@ -660,12 +660,14 @@ static int w4__provenance(const w4_file *f, const uint8_t *object) { /* 3.5 */
 /* w4-codes 2: schemes. */
 
 static const char *const w4__scheme_names[W4_N_SCHEMES] = {"int4",  "int4z", "int4o", "nf4", "fp4",  "e2m1",
-                                                           "iq4nl", "nl4",   "int8",  "int8o", "f16", "bf16", "f32"};
-static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 4, 4, 8, 8, 16, 16, 32};
+                                                           "iq4nl", "nl4",   "nl3",   "int8", "int8o", "f16", "bf16", "f32"};
+static const uint32_t w4__bits[W4_N_SCHEMES] = {4, 4, 4, 4, 4, 4, 4, 4, 3, 8, 8, 16, 16, 32};
 
 const char *w4_scheme_name(w4_scheme scheme) { return w4__scheme_names[scheme]; }
 
 static int w4__is_float(w4_scheme scheme) { return scheme >= W4_F16; }
+
+static int w4__has_shifts(w4_scheme scheme) { return scheme == W4_NL4 || scheme == W4_NL3; }
 
 static int w4__has_offsets(w4_scheme scheme) { return scheme == W4_INT4O || scheme == W4_INT8O; }
 
@@ -683,7 +685,11 @@ static const uint32_t w4__iq4nl[16] = {0xc2fe0000u, 0xc2d00000u, 0xc2a60000u, 0x
                                        0xc1b00000u, 0xc1200000u, 0x3f800000u, 0x41500000u, 0x41c80000u, 0x42180000u,
                                        0x42540000u, 0x428a0000u, 0x42b20000u, 0x42e20000u};
 
-static const uint32_t *w4__codebook(w4_scheme scheme) { /* or NULL */
+static const uint32_t w4__nl3[8] = {0xc2fe0000u, 0xc2900000u, 0xc2200000u, 0xc1500000u,
+                                    0x41300000u, 0x42080000u, 0x42800000u, 0x42ce0000u};
+
+static const uint32_t *w4__codebook(w4_scheme scheme) { /* 2^bits entries, or NULL */
+    if (scheme == W4_NL3) return w4__nl3;
     if (scheme == W4_IQ4NL || scheme == W4_NL4) return w4__iq4nl;
     return scheme == W4_NF4 ? w4__nf4 : scheme == W4_FP4 ? w4__fp4 : scheme == W4_E2M1 ? w4__e2m1 : NULL;
 }
@@ -704,7 +710,7 @@ static int w4__scheme(w4_tensor *t, const uint8_t *const *values, uint32_t minor
     while (scale < 4 && !w4__is(values[W4__SCALE_DTYPE], scales[scale])) scale++;
     if (scale == 4) return 0;
     t->scale = (w4_scale)scale;
-    if ((t->scheme == W4_NL4) != (t->scale == W4_SCALE_S6)) return 0; /* w4-codes 2.1, 2.6 */
+    if (w4__has_shifts(t->scheme) != (t->scale == W4_SCALE_S6)) return 0; /* w4-codes 2.1, 2.6 */
     if (!w4__integer(values[W4__GROUP_SIZE], 256, &group_size)) return 0;
     if (group_size != 0 && (group_size < 16 || (group_size & (group_size - 1)))) return 0;
     t->group_size = (uint32_t)group_size;
@@ -714,7 +720,7 @@ static int w4__scheme(w4_tensor *t, const uint8_t *const *values, uint32_t minor
     if (table) {
         const uint8_t *entry = values[W4__CODEBOOK];
         int i, digit;
-        if (!entry || *entry != '[' || w4__count(entry) != 16) return 0;
+        if (!entry || *entry != '[' || w4__count(entry) != (uint32_t)1 << w4__bits[scheme]) return 0;
         for (i = 0, entry = w4__first(entry); entry; i++, entry = w4__next(entry)) {
             if (*entry != '"' || w4__skip(entry) - entry != 10) return 0;
             for (digit = 0; digit < 8; digit++)
@@ -752,6 +758,7 @@ static uint64_t w4__n_tiles(const w4_tensor *t) { return (t->n_rows + 15) / 16; 
 
 static uint64_t w4__n_lines(const w4_tensor *t) { /* w4-codes 3.2 */
     uint64_t per_dword = 32 / w4__bits[t->scheme];
+    if (w4__bits[t->scheme] == 3) return (t->n_columns + 31) / 32 * 3;
     return (t->n_columns + per_dword - 1) / per_dword;
 }
 
@@ -916,25 +923,30 @@ static uint32_t w4__pad_code(w4_scheme scheme) { /* w4-codes 3.5 */
     return scheme == W4_INT4 || scheme == W4_INT4Z ? 8 : scheme == W4_NF4 ? 7 : 0;
 }
 
+/* w4-codes 3.2: the code or value, as bits, of column k. row: the first dword of a row, the next ones 64 bytes apart. */
+static uint32_t w4__code(const uint8_t *row, uint32_t bits, uint64_t k) {
+    uint32_t shift = (uint32_t)(8 * (k % 4) + 4 * (k / 4 % 2)), per_dword = 32 / bits;
+    if (bits == 4) return w4__u32(row + k / 8 * 64) >> shift & 15u;
+    if (bits == 3) {
+        row += k / 32 * 3 * 64;
+        if (k % 32 < 24) return w4__u32(row + k % 32 / 8 * 64) >> shift & 7u;
+        shift += 3;
+        return (w4__u32(row) >> shift & 1u) | (w4__u32(row + 64) >> shift & 1u) << 1 | (w4__u32(row + 128) >> shift & 1u) << 2;
+    }
+    return w4__u32(row + k / per_dword * 64) >> (bits * (k % per_dword)) & 0xFFFFFFFFu >> (32 - bits);
+}
+
 static int w4__code_padding(const w4_tensor *t, const uint8_t *p) { /* 4.5, codes and values */
-    uint64_t n_lines = w4__n_lines(t), matrix, tile, line;
-    uint32_t bits = w4__bits[t->scheme], per_dword = 32 / bits, row, column;
-    uint32_t mask = bits == 32 ? 0xFFFFFFFFu : ((uint32_t)1 << bits) - 1, pad = w4__pad_code(t->scheme);
-    uint32_t last_column = n_lines ? (uint32_t)(t->n_columns - (n_lines - 1) * per_dword) : 0;
+    uint64_t n_lines = w4__n_lines(t), matrix, tile, row, k;
+    uint32_t bits = w4__bits[t->scheme], pad = w4__pad_code(t->scheme);
+    uint64_t n_columns = bits == 3 ? n_lines / 3 * 32 : n_lines * (32 / bits); /* padded */
     for (matrix = 0; matrix < t->n_matrices; matrix++)
-        for (tile = 0; tile < w4__n_tiles(t); tile++) {
-            uint64_t rows = t->n_rows - 16 * tile < 16 ? t->n_rows - 16 * tile : 16;
-            for (line = rows < 16 || n_lines == 0 ? 0 : n_lines - 1; line < n_lines; line++)
-                for (row = 0; row < 16; row++) {
-                    const uint8_t *dword = p + (((matrix * w4__n_tiles(t) + tile) * n_lines + line) * 16 + row) * 4;
-                    for (column = 0; column < per_dword; column++) {
-                        /* 4 bits: columns 0 to 3 are the low halves of the bytes, 4 to 7 the high ones */
-                        uint32_t shift = bits == 4 ? 8 * (column % 4) + 4 * (column / 4) : bits * column;
-                        int outside = row >= rows || (line + 1 == n_lines && column >= last_column);
-                        if (outside && (w4__u32(dword) >> shift & mask) != pad) return W4__CLAUSE(4, 5);
-                    }
-                }
-        }
+        for (tile = 0; tile < w4__n_tiles(t); tile++)
+            for (row = 0; row < 16; row++) {
+                const uint8_t *first = p + ((matrix * w4__n_tiles(t) + tile) * n_lines * 16 + row) * 4;
+                for (k = 16 * tile + row < t->n_rows ? t->n_columns : 0; k < n_columns; k++)
+                    if (w4__code(first, bits, k) != pad) return W4__CLAUSE(4, 5);
+            }
     return 0;
 }
 
@@ -1084,7 +1096,7 @@ uint64_t w4_n_rows(const w4_tensor *t) { return t->n_matrices * t->n_rows; }
 
 void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
     const uint8_t *raw = f->bytes + t->parts[0].offset, *scales, *supers, *points, *offsets, *super_offsets;
-    uint32_t bits = w4__bits[t->scheme], per_dword = 32 / bits;
+    uint32_t bits = w4__bits[t->scheme];
     uint64_t matrix, within, tile, lane, k;
     if (row >= w4_n_rows(t)) return;
     if (t->rank < 2) { /* 3.1: one after another */
@@ -1104,26 +1116,25 @@ void w4_row(const w4_file *f, const w4_tensor *t, uint64_t row, float *out) {
     offsets = w4__row_part(f, t, W4_OFFSETS, tile, lane);
     super_offsets = w4__row_part(f, t, W4_SUPER_OFFSETS, tile, lane);
     for (k = 0; k < t->n_columns; k++) {
-        uint32_t dword = w4__u32(raw + k / per_dword * 64), column = (uint32_t)(k % per_dword), code;
+        uint32_t code = w4__code(raw, bits, k);
         uint64_t group = t->group_size ? k / t->group_size : 0;
         float level, scale;
         volatile float product; /* so that no compiler fuses it with the sum */
         if (bits == 32) {
-            out[k] = w4__f32(dword);
+            out[k] = w4__f32(code);
             continue;
         }
         if (bits == 16) {
-            code = dword >> 16 * column & 0xFFFFu;
             out[k] = t->scheme == W4_BF16 ? w4__f32(code << 16) : w4__f16(code);
             continue;
         }
-        code = bits == 4 ? dword >> (8 * (column % 4) + 4 * (column / 4)) & 15u : dword >> 8 * column & 255u;
         scale = w4__scale(t, scales, supers, group);
         switch (t->scheme) {
             case W4_INT4: level = (float)((int)code - 8); break;
             case W4_INT4Z: level = (float)((int)code - (int)points[16 * group]); break;
             case W4_INT4O: level = (float)code; break;
             case W4_NF4: case W4_FP4: case W4_E2M1: case W4_IQ4NL: level = w4__f32(w4__codebook(t->scheme)[code]); break;
+            case W4_NL3: level = w4__f32(w4__codebook(t->scheme)[code]) + (float)(scales[16 * group] >> 6) * 12.0f - 18.0f; break;
             case W4_NL4: level = w4__f32(w4__codebook(t->scheme)[code]) + (float)(scales[16 * group] >> 6) * 8.0f - 12.0f; break;
             default: level = (float)w4__i8(code); break;
         }

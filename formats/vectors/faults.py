@@ -432,16 +432,22 @@ def faults_of_1_1() -> Iterator[Fault]:
     for name, arguments in {
         "iq4nl": ((3, 9), "iq4nl", 32), "int8o": ((3, 9), "int8o", 32), "group-of-16": ((3, 9), "int4", 16),
         "two-levels": ((3, 9), "int4", 32, "i8"), "nl4": ((3, 9), "nl4", 32, "s6"),
+        "nl3": ((3, 9), "nl3", 32, "s6"),
     }.items():  # fmt: skip
         yield Fault(f"{name}-in-1.0", "3.7", ("3.7/5",), file_of(*arguments, minor=0))
     two = ((3, 300), "int4o", 32, "i8")
     for size in (0, 256):
         change = put(*w, "group_size", to=size)
         yield Fault(f"two-levels-of-{size}", "3.7", ("codes 2.5/1",), file_of(*two, change=change))
-    nl4 = ((3, 300), "nl4", 32, "s6")
+    nl4, nl3 = ((3, 300), "nl4", 32, "s6"), ((3, 35), "nl3", 32, "s6")
     for size in (0, 256):
-        yield Fault(f"nl4-of-{size}", "3.7", ("codes 2.6/1",), file_of(*nl4, change=put(*w, "group_size", to=size)))
-    for scheme, of, to in (("nl4", "s6", "i8"), ("nl4", "s6", "f16"), ("int4", "i8", "s6"), ("iq4nl", "i8", "s6")):
+        for arguments in (nl4, nl3):
+            change = put(*w, "group_size", to=size)
+            yield Fault(f"{arguments[1]}-of-{size}", "3.7", ("codes 2.6/1",), file_of(*arguments, change=change))
+    for scheme, of, to in (
+        ("nl4", "s6", "i8"), ("nl4", "s6", "f16"), ("nl3", "s6", "i8"), ("nl3", "s6", "f16"), ("int4", "i8", "s6"),
+        ("iq4nl", "i8", "s6"),
+    ):  # fmt: skip
         change = put(*w, "scale_dtype", to=to)
         yield Fault(f"{scheme}-with-{to}", "3.7", ("3.7/2",), file_of((3, 9), scheme, 32, of, change=change))
     change = put(*w, "parts", 2, "nbytes", to=64)
@@ -453,6 +459,15 @@ def faults_of_1_1() -> Iterator[Fault]:
     yield Fault(
         "codebook-of-iq4nl", "3.7", ("3.7/4",), file_of((3, 9), "iq4nl", 32, change=put(*w, "codebook", to=wrong))
     )
+    book = tensor("w", *nl3).entry["codebook"]
+    for name, wrong in (
+        ("codebook-of-nl3", [*book[:7], "42ce0001"]), ("codebook-of-nl3-twice", book * 2),
+        ("codebook-of-nl3-short", book[:7]), ("codebook-of-nl3-is-that-of-nl4", tensor("w", *nl4).entry["codebook"]),
+    ):  # fmt: skip
+        yield Fault(name, "3.7", ("3.7/4",), file_of(*nl3, change=put(*w, "codebook", to=wrong)))
+    for name, n_lines in (("codes-of-nl3-by-dwords", 4), ("codes-of-nl3-as-of-4-bits", 5)):
+        change = put(*w, "parts", 0, "nbytes", to=64 * n_lines)
+        yield Fault(name, "3.9", ("3.9/2",), file_of(*nl3, change=change))
     yield Fault("super-scales-missing", "3.9", ("3.9/2",), file_of(*two, change=drop(*w, "parts", 2)))
     yield Fault(
         "super-scales-last", "3.9", ("3.9/2",),
@@ -471,6 +486,10 @@ def faults_of_1_1() -> Iterator[Fault]:
         ("column-padding-int8o", "4.5/1", int8o, "codes", 64 + 1, b"\1"),
         ("row-padding-iq4nl", "4.5/1", iq4nl, "codes", 4 * 15, b"\x08"),
         ("row-padding-nl4", "4.5/1", tensor("w", *nl4), "codes", 4 * 15, b"\x09"),
+        ("row-padding-nl3", "4.5/1", tensor("w", *nl3), "codes", 4 * 15, b"\x08"),
+        ("column-padding-nl3", "4.5/1", tensor("w", *nl3), "codes", 4 * 64, b"\x01"),
+        ("column-padding-nl3-in-a-dword", "4.5/1", tensor("w", *nl3), "codes", 3 * 64 + 3, b"\x01"),
+        ("column-padding-nl3-in-fourth-bits", "4.5/1", tensor("w", *nl3), "codes", 5 * 64 + 4 + 3, b"\x80"),
         ("row-padding-of-shifts", "4.5/1", tensor("w", *nl4), "scales", 3, b"\x40"),
         ("row-padding-of-super-scales-of-rows", "4.5/1", tensor("w", *nl4), "super_scales", 2 * 3, b"\1"),
         ("super-scale-of-a-row-nan", "4.6/1", tensor("w", *nl4), "super_scales", 0, b"\x01\x7e"),

@@ -75,19 +75,25 @@ def valid() -> Iterator[tuple[str, str, File]]:
             ),
         )
     yield "groups-of-16", "the size of groups that version 1.1 adds", make(
-        [tensor(f"{s} {d}", (3, 37), s, 16, d) for s in BITS if s not in FLOATS + SHIFTED for d in ("f16", "f32")]
+        [tensor(f"{s} {d}", (3, 37), s, 16, d) for s in BITS if s not in (*FLOATS, *SHIFTED) for d in ("f16", "f32")]
     )  # fmt: skip
     sizes, empty = ((16, 257), (32, 300), (64, 256), (128, 513)), ((0, 7), (7, 0), (0, 2, 0))
     yield "two-levels", "sub-scales under super-scales, of every scheme and group size, with short ends", make(
-        [tensor(f"{s} g{g} {k}", (2, k), s, g, "i8") for s in BITS if s not in FLOATS + SHIFTED for g, k in sizes]
+        [tensor(f"{s} g{g} {k}", (2, k), s, g, "i8") for s in BITS if s not in (*FLOATS, *SHIFTED) for g, k in sizes]
         + [tensor(f"{s} three", (2, 17, 5), s, 32, "i8") for s in ("int4z", "int4o", "int8o")]
         + [tensor(f"{s} {shape}", shape, s, 16, "i8") for s in ("int4o", "int8") for shape in empty]
     )  # fmt: skip
-    yield "nl4", "shifts, and scales of 6 bits under one super-scale a row, of every group size, with short ends", make(
-        [tensor(f"g{g} {k}", (rows, k), "nl4", g, "s6") for rows, (g, k) in zip((2, 17, 16, 3), sizes, strict=True)]
-        + [tensor("three", (2, 17, 5), "nl4", 32, "s6")]
-        + [tensor(f"every byte of {size}", (8, size * 32), "nl4", size, "s6", scales=range(256)) for size in (16, 32)]
-        + [tensor(f"{shape}", shape, "nl4", 16, "s6") for shape in empty]
+    for s in SHIFTED:
+        yield s, "shifts, and scales of 6 bits under one super-scale a row, of every group size, with short ends", make(
+            [tensor(f"g{g} {k}", (rows, k), s, g, "s6") for rows, (g, k) in zip((2, 17, 16, 3), sizes, strict=True)]
+            + [tensor("three", (2, 17, 5), s, 32, "s6")]
+            + [tensor(f"every byte of {size}", (8, size * 32), s, size, "s6", scales=range(256)) for size in (16, 32)]
+            + [tensor(f"{shape}", shape, s, 16, "s6") for shape in empty]
+        )  # fmt: skip
+    yield "tails-of-3-bits", "columns around those that three lines hold, and the places of each of 32 codes", make(
+        [tensor(f"{k}", (2, k), "nl3", 16, "s6") for k in (1, 4, 8, 9, 16, 17, 23, 24, 25, 28, 29, 31, 32, 33, 56, 64)]
+        + [tensor(f"7 at {at}", (1, 32), "nl3", 32, "s6", codes=bytes(7 * (k == at) for k in range(32)), scales=[1])
+           for at in range(32)]
     )  # fmt: skip
     yield "version-1.1-of-a-file-of-1.0", "a file that says 1.1 and needs no more than 1.0", later(
         make([tensor("w", (2, 9), "int4", 32)])
@@ -195,7 +201,7 @@ def later(file: File) -> File:
 
 def released(version: str) -> File:
     """The file of compat/ for a version."""
-    schemes = [s for s in BITS if s not in FLOATS + SHIFTED]
+    schemes = [s for s in BITS if s not in (*FLOATS, *SHIFTED)]
     if version == "1.1":
         return make(
             [tensor(f"{s} {g}", (3, 277), s, g, "i8") for s in schemes for g in (16, 32)]

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 BITS = {
     "int4": 4, "int4z": 4, "int4o": 4, "nf4": 4, "fp4": 4, "e2m1": 4, "int8": 8, "f16": 16, "bf16": 16, "f32": 32,
-    "iq4nl": 4, "int8o": 8, "nl4": 4,  # from version 1.1 on
+    "iq4nl": 4, "int8o": 8, "nl4": 4, "nl3": 3,  # from version 1.1 on
 }  # fmt: skip
 FLOATS = ("f16", "bf16", "f32")
 PAD = {"int4": 8, "int4z": 8, "nf4": 7}  # w4-codes 3.5; 0 for the others
@@ -38,10 +38,14 @@ _IQ4NL = (
     "c2fe0000 c2d00000 c2a60000 c2820000 c2440000 c20c0000 c1b00000 c1200000 "
     "3f800000 41500000 41c80000 42180000 42540000 428a0000 42b20000 42e20000"
 )
+_NL3 = "c2fe0000 c2900000 c2200000 c1500000 41300000 42080000 42800000 42ce0000"
 NF4, FP4 = _NF4.split(), _FP4.split()  # w4-codes 2.3
-CODEBOOKS = {"nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split(), "iq4nl": _IQ4NL.split(), "nl4": _IQ4NL.split()}
-NEW_IN_1_1 = ("iq4nl", "int8o", "nl4")
-SHIFTED = ("nl4",)  # w4-codes 2.6: their scales are s6, and those of no other
+CODEBOOKS = {
+    "nf4": NF4, "fp4": FP4, "e2m1": _E2M1.split(), "iq4nl": _IQ4NL.split(), "nl4": _IQ4NL.split(), "nl3": _NL3.split(),
+}  # fmt: skip
+NEW_IN_1_1 = ("iq4nl", "int8o", "nl4", "nl3")
+# w4-codes 2.6: their scales are s6, and those of no other; the shifts.
+SHIFTED = {"nl4": (-12, -4, 4, 12), "nl3": (-18, -6, 6, 18)}
 
 Index = dict[str, Any]
 
@@ -128,13 +132,13 @@ def tensor(
         place = i // n_columns * n_supers + (0 if scale_dtype == "s6" else i % n_columns // 256)
         return found * np.float32(np.frombuffer(half.pack(above[place]), "<f2")[0])
 
-    codes_of = list(raw) if BITS[scheme] == 8 else [b & 15 for b in raw]
+    codes_of = [b & (1 << BITS[scheme]) - 1 for b in raw]
 
     values = bytearray()
     with np.errstate(over="ignore"):
         for i, code in enumerate(codes_of):
             group = i // n_columns * n_groups + i % n_columns // size
-            shift = np.float32(8 * (bits[group] // 64) - 12 if scheme in SHIFTED else 0)
+            shift = np.float32(SHIFTED[scheme][bits[group] // 64] if scheme in SHIFTED else 0)
             own = level(scheme, code, zeros[group])
             value = (own + shift if scheme in SHIFTED else own) * number(bits[group], supers, i)
             if has_offsets:
@@ -143,6 +147,8 @@ def tensor(
 
     if BITS[scheme] == 8:
         packed = tiles([bytes([c]) for c in codes_of], b"\0", n_matrices, n_rows, n_columns)
+    elif BITS[scheme] == 3:
+        packed = three_bit_tiles(codes_of, n_matrices, n_rows, n_columns)
     else:
         packed = nibble_tiles(codes_of, PAD.get(scheme, 0), n_matrices, n_rows, n_columns)
 
@@ -197,6 +203,25 @@ def nibble_tiles(codes: Sequence[int], pad: int, n_matrices: int, n_rows: int, n
                         return codes[(m * n_rows + row) * n_columns + column] if inside else pad
 
                     out += bytes(at(k + i) | at(k + 4 + i) << 4 for i in range(4))
+    return bytes(out)
+
+
+def three_bit_tiles(codes: Sequence[int], n_matrices: int, n_rows: int, n_columns: int) -> bytes:
+    """w4-codes 3.2 for 3 bits: three lines hold 32 columns."""
+    out = bytearray()
+    for m in range(n_matrices):
+        for first_row in range(0, n_rows, 16):
+            for k in range(0, n_columns, 32):
+                for j in range(3):
+                    for row in range(first_row, first_row + 16):
+
+                        def at(column: int, row: int = row, m: int = m) -> int:
+                            inside = row < n_rows and column < n_columns
+                            return codes[(m * n_rows + row) * n_columns + column] if inside else 0
+
+                        for i in range(4):
+                            whole = at(k + 8 * j + i) | at(k + 8 * j + 4 + i) << 4
+                            out.append(whole | (at(k + 24 + i) >> j & 1) << 3 | (at(k + 28 + i) >> j & 1) << 7)
     return bytes(out)
 
 

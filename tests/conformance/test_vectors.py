@@ -160,7 +160,7 @@ def test_padding_changes_no_value(kind: str, tmp_path: Path) -> None:
     for part, data in parts.items():
         marked = mark_padding(coding, shape, part)
         assert marked.any()
-        noisy[part] = np.where(marked, data ^ 0x55, data)
+        noisy[part] = np.where(marked, data ^ 0xDD, data)
     values = []
     for given in (parts, noisy):
         path = tmp_path / f"{len(values)}.w4"
@@ -174,11 +174,15 @@ def mark_padding(coding: QuantScheme, shape: tuple[int, int, int], part: str) ->
     """True for each byte of a part that is nothing but padding, by w4-codes 3.2 and 3.4."""
     n_matrices, n_rows, n_columns = shape
     if part in ("codes", "values"):
-        n_lines = -(-n_columns // coding.columns_per_dword)
+        n_lines = coding.n_lines(n_columns)
         dwords = np.zeros((n_matrices, 1, n_lines, 16, 4), bool)
         dwords[:, :, :, n_rows:] = True
-        columns_left = n_columns - (n_lines - 1) * coding.columns_per_dword
-        if coding.bits >= 8:
+        columns_left = n_columns - (n_columns - 1) // coding.columns_per_run * coding.columns_per_run
+        if coding.bits == 3:  # of 32 columns, those of two lines are padding but for what lies between them
+            assert columns_left == 3
+            dwords[:, :, -2:] = True
+            dwords[:, :, -3, :, columns_left:] = True
+        elif coding.bits >= 8:
             dwords[:, :, -1, :, columns_left * coding.bits // 8 :] = True
         else:
             dwords[:, :, -1, :, columns_left:] = columns_left < 4  # else some byte holds a column in its low half

@@ -28,6 +28,7 @@ SCHEMES = {
     "int8/g32": QuantScheme("int8", 32, "f16"),
     "nl4/g16": QuantScheme("nl4", 16, "s6"),
     "nl4/g32": QuantScheme("nl4", 32, "s6"),
+    "nl3/g32": QuantScheme("nl3", 32, "s6"),
     "f16": QuantScheme("f16"),
 }
 BLOCKS = {  # kept of GGUF

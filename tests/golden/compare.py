@@ -41,6 +41,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int4z/g32": {"scheme": "int4z", "group_size": 32, "embeddings": "int4z"},
     "nl4/g16": {"scheme": "nl4", "group_size": 16},
     "nl4/g32": {"scheme": "nl4", "group_size": 32},
+    "nl3/g16": {"scheme": "nl3", "group_size": 16},
+    "nl3/g64": {"scheme": "nl3", "group_size": 64, "embeddings": "nl3"},
     "nf4/g64": {"scheme": "nf4", "group_size": 64, "embeddings": "nf4"},
     "fp4/g64": {"scheme": "fp4", "group_size": 64, "embeddings": "fp4"},
     "int8/g128": {"scheme": "w8a16", "group_size": 128},

@@ -61,7 +61,7 @@ def test_the_reference_quantizer_gives_the_codes(case: Case, folder: Path) -> No
                     stored = q if info.scheme.kind == "int8" else (q + 8).astype(np.uint8)
                     matrices.append(codes.pack_matrix(info.scheme, stored, scales))
                 elif info.scheme.has_shifts:
-                    q, sub_scales, supers = by_the_text(w, info.scheme.group_size)
+                    q, sub_scales, supers = by_the_text(w, info.scheme.kind, info.scheme.group_size)
                     matrices.append(codes.pack_matrix(info.scheme, q, sub_scales, super_scales=supers[:, None]))
                 else:
                     matrices.append(codes.pack_matrix(info.scheme, *quantize_codes(w, info.scheme)))
@@ -80,7 +80,7 @@ def test_the_cases_have_every_architecture_and_scheme(folder: Path) -> None:
     assert {scheme.group_size for scheme in schemes} == set(GROUP_SIZES)
     assert {scheme.scale_dtype for scheme in schemes} == {"", *SCALE_DTYPES}
     two_levels = {scheme.kind for scheme in schemes if scheme.is_two_level}
-    assert two_levels == {"int4", "int4o", "iq4nl", "nl4", "int8", "int8o"}
+    assert two_levels == {"int4", "int4o", "iq4nl", "nl4", "nl3", "int8", "int8o"}
 
 
 # ---- what a reader of the page could take for granted, each of which the digests tell apart -------------------------

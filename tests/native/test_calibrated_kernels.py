@@ -14,11 +14,11 @@ from w4conv import kernels
 from w4conv.codes import Grid, grid
 from w4conv.quantization import reference_gptq as reference
 from w4conv.quantization.moments import Moments
-from w4conv.scheme import SHIFTS, scheme_of
+from w4conv.scheme import scheme_of
 
 F32Array = npt.NDArray[np.float32]
 TIERS = kernels.isa_tiers()
-GRIDS = {kind: grid(scheme_of(kind, 32)) for kind in ("int4", "int8", "int4z", "nf4", "fp4", "nl4")}
+GRIDS = {kind: grid(scheme_of(kind, 32)) for kind in ("int4", "int8", "int4z", "nf4", "fp4", "nl4", "nl3")}
 
 
 def some_steps(grid: Grid, n_rows: int) -> F32Array | None:
@@ -45,7 +45,7 @@ def tiled_steps(steps: F32Array | None) -> F32Array | None:
 
 def some_q_min(grid: Grid, shape: tuple[int, ...]) -> F32Array:
     if grid.shifts:
-        return np.random.default_rng(9).choice(np.array(SHIFTS, np.float32), shape)
+        return np.random.default_rng(9).choice(np.array(grid.shifts, np.float32), shape)
     if not grid.is_asymmetric:
         return np.full(shape, grid.q_min, np.float32)
     return -np.random.default_rng(9).integers(0, 16, shape).astype(np.float32)

@@ -325,7 +325,11 @@ def some_parts(scheme: QuantScheme, shape: tuple[int, int]) -> dict[str, npt.NDA
     """Random codes, and scales of ordinary size."""
     rng = np.random.default_rng(shape[1])
     n_rows, n_columns = shape
-    q = rng.integers(-128, 128, shape, np.int8) if scheme.bits == 8 else rng.integers(0, 16, shape, np.uint8)
+    q = (
+        rng.integers(-128, 128, shape, np.int8)
+        if scheme.bits == 8
+        else rng.integers(0, 1 << scheme.bits, shape, np.uint8)
+    )
     given = {}
     for kind, part in codes.row_parts(scheme).items():
         size = n_rows, part.n_runs(n_columns)
@@ -362,9 +366,10 @@ def integer_gemm(scheme: QuantScheme, w: F32, parts: dict[str, npt.NDArray[np.ge
     if scheme.kind in WHOLE_LEVELS:
         top, factor = WHOLE_LEVELS[scheme.kind]
         q = np.rint(codes.CODEBOOKS[scheme.kind].astype(np.float64) * top).astype(np.int64)[q]
-    if scheme.kind == "nl4":
-        shifts = 8 * (per_row(parts, "scales", n_rows).astype(np.int64) // 64) - 12
-        q = codes.CODEBOOKS["nl4"][q].astype(np.int64) + np.repeat(shifts, group, axis=1)[:, :n_columns]
+    if scheme.has_shifts:
+        step, lowest = {"nl4": (8, -12), "nl3": (12, -18)}[scheme.kind]
+        shifts = step * (per_row(parts, "scales", n_rows).astype(np.int64) // 64) + lowest
+        q = codes.CODEBOOKS[scheme.kind][q].astype(np.int64) + np.repeat(shifts, group, axis=1)[:, :n_columns]
     if scheme.kind == "int4z":
         q -= np.repeat(per_row(parts, "zero_points", n_rows).astype(np.int64), group, axis=1)[:, :n_columns]
     if scheme.has_offsets:
@@ -408,8 +413,8 @@ def test_integer_gemm_equals_its_definition(tier: str, kind: str, group_size: in
     [
         *(QuantScheme(kind, 32, dtype) for kind in ("iq4nl", "int8o") for dtype in ("f16", "f32")),
         *(QuantScheme(kind, 16, "f16") for kind in ("int4", "int8", "e2m1", "int8o", "nf4", "fp4")),
-        *(QuantScheme(k, g, "i8") for k in INTEGER_KINDS if k != "nl4" for g in (16, 32, 128)),
-        *(QuantScheme("nl4", g, "s6") for g in (16, 32, 64, 128)),
+        *(QuantScheme(k, g, "i8") for k in INTEGER_KINDS if not KINDS[k].has_shifts for g in (16, 32, 128)),
+        *(QuantScheme(k, g, "s6") for k in ("nl4", "nl3") for g in (16, 32, 64, 128)),
     ],
     ids=repr,
 )
@@ -475,16 +480,17 @@ def test_the_largest_integers_do_not_overflow(tier: str, kind: str, bits: int) -
     n = 256
     scheme = scheme_of(kind, 128)
     signed = [[-128], [127]]
-    ends = {"int8": signed, "int8o": signed, "e2m1": [[7], [15]], "fp4": [[3], [11]]}.get(kind, [[0], [15]])
+    ends = {"int8": signed, "int8o": signed, "e2m1": [[7], [15]], "fp4": [[3], [11]], "nl3": [[0], [7]]}
+    ends = ends.get(kind, [[0], [15]])
     rows = np.resize(np.array(ends), (16, 1))
     stored = np.repeat(rows, n, axis=1).astype(np.int8 if scheme.bits == 8 else np.uint8)
     points = np.resize(np.array([[0], [15], [15], [0]]), (16, 1)).repeat(2, axis=1) if kind == "int4z" else None
     offsets = np.full((16, 2), 7.25) if scheme.has_offsets else None
     scales = np.ones((16, 2), np.float16)
     supers = None
-    if kind == "nl4":  # the shifts that take the levels furthest
-        shifts = np.resize(np.array([[-12], [12]]), (16, 1)).repeat(2, axis=1)
-        scales, supers = codes.pack_shifted(scales, shifts), np.ones((16, 1))
+    if scheme.has_shifts:  # those that take the levels furthest
+        shifts = np.resize(np.array([scheme.shifts[:1], scheme.shifts[-1:]]), (16, 1)).repeat(2, axis=1)
+        scales, supers = codes.pack_shifted(scales, shifts, scheme.shifts), np.ones((16, 1))
     parts = codes.pack_matrix(scheme, stored, scales, points, offsets, supers)
     x = np.ones((14, n), np.float32)
     x[1::2] = -1
@@ -504,6 +510,11 @@ def test_sums_of_levels_fit_32_bits() -> None:
     }
     assert bounds["nf4"] == 2**31 - 2**16
     assert bounds["iq4nl"] == 127 * 32767 * 128 < 2**29
+    for kind in ("nl4", "nl3"):
+        levels, shifts = codes.CODEBOOKS[kind], KINDS[kind].shifts
+        furthest = max(abs(int(level) + shift) for level in (levels[0], levels[-1]) for shift in shifts)
+        assert furthest == {"nl4": 139, "nl3": 145}[kind]
+        assert furthest * 32767 * 128 < 2**30
     assert max(bounds.values()) < 2**31
 
 

@@ -1,4 +1,4 @@
-"""Round-to-nearest of nl4: native code against w4-codes 6.7 written down plainly, bit for bit."""
+"""Round-to-nearest of nl4 and nl3: native code against w4-codes 6.7 written down plainly, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from w4conv.scheme import QuantScheme, scheme_of
 
 F32 = np.float32
 TIERS = kernels.isa_tiers()
+KINDS = list(LEVELS)
 
 
 @pytest.fixture(params=TIERS)
@@ -35,12 +36,13 @@ def some_weights(n_rows: int, n_columns: int) -> npt.NDArray[np.float32]:
     ("n_rows", "n_columns", "size"), [(1, 1, 16), (3, 45, 16), (18, 96, 32), (4, 200, 64), (5, 150, 128)]
 )
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
-def test_rounding_is_that_of_the_text(tier: str, n_rows: int, n_columns: int, size: int, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_that_of_the_text(tier: str, kind: str, n_rows: int, n_columns: int, size: int, dtype: str) -> None:
     w = some_weights(n_rows, n_columns)
     stored = {"F16": w.astype(np.float16), "BF16": codes.f32_to_bf16(w), "F32": w}[dtype]
     w = codes.as_f32(stored, dtype)
-    scheme = scheme_of("nl4", size)
-    q, sub_scales, supers = by_the_text(w, size)
+    scheme = scheme_of(kind, size)
+    q, sub_scales, supers = by_the_text(w, kind, size)
     for threads in (1, 2):
         got = kernels.quantize_rtn(stored, dtype, scheme, threads=threads).parts()
         assert list(got) == ["codes", "scales", "super_scales"]
@@ -51,22 +53,23 @@ def test_rounding_is_that_of_the_text(tier: str, n_rows: int, n_columns: int, si
     assert np.array_equal(np.concatenate([b.codes for b in blocks]), got["codes"])
 
 
-def test_no_other_candidate_is_closer() -> None:
+@pytest.mark.parametrize(("kind", "allowed"), [("nl4", 1.1), ("nl3", 1.1)])
+def test_no_other_candidate_is_closer(kind: str, allowed: float) -> None:
     """In float64, of all scales and shifts that a byte can say."""
     w = some_weights(6, 64)[3:5]
-    parts = kernels.quantize_rtn(w, "F32", scheme_of("nl4", 32)).parts()
-    got = codes.dequantize(scheme_of("nl4", 32), w.shape, {kind: kernels.as_bytes(p) for kind, p in parts.items()})
+    parts = kernels.quantize_rtn(w, "F32", scheme_of(kind, 32)).parts()
+    got = codes.dequantize(scheme_of(kind, 32), w.shape, {kind: kernels.as_bytes(p) for kind, p in parts.items()})
     steps = codes.unpack_rows(parts["super_scales"][None], 2)[0, :, 0].astype(np.float64)
     for row, step in enumerate(steps):
         for part in (slice(0, 32), slice(32, 64)):
             group = w[row, part].astype(np.float64)
             error = np.square(group - got[row, part]).sum()
             best = min(
-                np.square(group[:, None] - k * step * (LEVELS.astype(np.float64) + shift)).min(axis=1).sum()
-                for k in range(-31, 32) for shift in SHIFTS
+                np.square(group[:, None] - k * step * (LEVELS[kind].astype(np.float64) + shift)).min(axis=1).sum()
+                for k in range(-31, 32) for shift in SHIFTS[kind]
             )  # fmt: skip
             assert best <= error * (1 + 1e-6)
-            assert error <= 1.1 * best  # 72 candidates stand for 252
+            assert error <= allowed * best  # 72 candidates stand for 252
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -85,8 +88,9 @@ def test_a_scale_beyond_fp16_is_named() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (5, 0), (0, 0)])
-def test_matrices_without_values(shape: tuple[int, int]) -> None:
-    scheme = scheme_of("nl4", 32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_without_values(kind: str, shape: tuple[int, int]) -> None:
+    scheme = scheme_of(kind, 32)
     parts = kernels.quantize_rtn(np.zeros(shape, F32), "F32", scheme).parts()
     assert {kind: p.nbytes for kind, p in parts.items()} == codes.part_sizes(scheme, shape)
 

@@ -15,7 +15,11 @@ from w4conv.scheme import QuantScheme
 
 INTEGER_KINDS = ("int4", "int4z", "int4o", "int8", "int8o")
 # Of codebooks: what makes levels whole, and whether they are too wide for activation blocks of 128.
-CODEBOOKS = {"e2m1": (2, False), "iq4nl": (1, False), "nl4": (1, False), "nf4": (2048, True), "fp4": (192, True)}
+CODEBOOKS = {
+    "e2m1": (2, False), "iq4nl": (1, False), "nl4": (1, False), "nl3": (1, False),
+    "nf4": (2048, True), "fp4": (192, True),
+}  # fmt: skip
+SHIFTS = {"nl4": (8, -12), "nl3": (12, -18)}  # step, and the lowest
 SUPER_COLUMNS = 256
 ONE = f32(1)
 
@@ -54,7 +58,7 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
     scheme: QuantScheme = info.scheme
     parts: Mapping[str, npt.NDArray[np.uint8]] = {part.kind: container.bytes_of(part) for part in info.parts}
     n_matrices, n_rows, n_columns = codes.matrix_shape(info.shape)
-    n_lines, n_tiles = -(-n_columns // scheme.columns_per_dword), -(-n_rows // 16)
+    n_lines, n_tiles = scheme.n_lines(n_columns), -(-n_rows // 16)
     kind = "values" if scheme.is_float else "codes"
     dwords = np.ascontiguousarray(parts[kind]).view("<u4").reshape(n_matrices, n_tiles, n_lines, 16)
     stored = codes.unpack(scheme, dwords, n_rows, n_columns)
@@ -90,8 +94,9 @@ def read_matrices(container: Container, name: str) -> list[Matrix]:
         levels = stored.astype(np.int64) - np.repeat(points, group_size, axis=2)[..., :n_columns]
     elif scheme.kind in CODEBOOKS:
         levels = codes.CODEBOOKS[scheme.kind][stored]
-        if scheme.kind == "nl4":
-            shifts = 8 * (of_groups("scales", "u1").astype(np.int64) // 64) - 12
+        if scheme.kind in SHIFTS:
+            step, lowest = SHIFTS[scheme.kind]
+            shifts = step * (of_groups("scales", "u1").astype(np.int64) // 64) + lowest
             levels = levels + np.repeat(shifts, group_size, axis=2)[..., :n_columns].astype(f32)
     else:
         levels = stored.astype(np.int64)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from helpers import WORDS, make_llama_dir
 
+from w4conv import codes, kernels
 from w4conv.calibration import sensitivity
 from w4conv.commands.quantize import ConversionReport, quantize
 from w4conv.container import open_container
 from w4conv.errors import InputError, UsageError
 from w4conv.quantization.allocation import MENU, Item, allocate
+from w4conv.quantization.calibrated import Inputs, quick, solve
 from w4conv.runtime.engine import Model
 from w4conv.scheme import scheme_of
 
@@ -94,7 +96,7 @@ def test_the_container_keeps_the_budget(model: Path, tmp_path: Path, target: str
 
 
 def test_targets_out_of_reach(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"target-bpw 3 is out of reach: from nl4/g128 to int8/g128") as told:
+    with pytest.raises(UsageError, match=r"target-bpw 3 is out of reach: from nl3/g64 to int8/g128") as told:
         quantize(model, tmp_path / "out.w4", target_bpw=3, effort=1)
     low, high = re.findall(r"has ([\d.]+) to ([\d.]+) bits", str(told.value))[0]
     for ends in (low, high):
@@ -145,8 +147,12 @@ def test_a_broken_source_is_named(tmp_path: Path) -> None:
         quantize(broken, tmp_path / "out.w4", target_bpw=6, effort=1)
 
 
-def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shares of a layer add up to the divergence of the whole model with just that layer coded."""
+@pytest.mark.parametrize("of", ["layers", "parts"])
+def test_losses_on_a_text_are_divergences(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """The shares of a layer add up to the divergence of the whole model with just that layer coded; those of a part are
+    in proportion to it. Here codes are the nearest, as in the models that are compared."""
     text = tmp_path / "text.txt"
     text.write_text(WORDS * 60)
     kept: dict[str, Any] = {}
@@ -156,16 +162,23 @@ def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypat
         kept["losses"], kept["sequences"] = original(self, spec, sequences), sequences
         return kept["losses"]
 
+    def nearest(w: Any, inputs: Any, scheme: Any, *, threads: int | None) -> kernels.PackedRows:
+        return kernels.quantize_rtn(w, "F32", scheme, threads=threads)
+
+    monkeypatch.setattr(sensitivity, "quick", nearest)
     monkeypatch.setattr(sensitivity.Sensitivity, "from_calibration_set", watched)
     report = quantize(model, tmp_path / "out.w4", target_bpw=5, calibration=text, method="search", **TEXT)
     assert report.bits_per_weight <= 5
     some = kept["sequences"][np.unique(np.arange(4) * len(kept["sequences"]) // 4)]
     quantize(model, tmp_path / "base.w4", scheme="f32")
-    for pattern, names in (
-        ("*.layers.0.*", "layers.0."), ("*.layers.1.*", "layers.1."), ("embedding", "embed"), ("head", "lm_head"),
-    ):  # fmt: skip
+    patterns = {"*.layers.0.*": "layers.0.", "*.layers.1.*": "layers.1.", "embedding": "embed", "head": "lm_head"}
+    if of == "parts":
+        patterns = {f"*.{part}.weight": f"{part}." for part in ("q_proj", "o_proj", "up_proj", "down_proj")}
+    measured: list[float] = []
+    summed: list[float] = []
+    for pattern, names in patterns.items():
         file = tmp_path / "one.toml"
-        file.write_text(f'[tensors]\n"{pattern}" = {{scheme = "nl4", group = 128}}\n')
+        file.write_text(f'[tensors]\n"{pattern}" = {{scheme = "nl3", group = 64}}\n')
         quantize(model, tmp_path / "one.w4", scheme="f32", recipe=str(file), effort=0, overwrite=True)
         klds = []
         with Model(tmp_path / "one.w4") as one, Model(tmp_path / "base.w4") as base:
@@ -174,8 +187,47 @@ def test_losses_on_a_text_are_divergences(model: Path, tmp_path: Path, monkeypat
                 q, p = q / q.sum(1, keepdims=True), p / p.sum(1, keepdims=True)
                 klds.append((p * np.log(p / q)).sum(1).mean())
         shares = [losses[0] for name, losses in kept["losses"].items() if names in name]
-        assert sum(shares) == pytest.approx(np.mean(klds), rel=1e-5)
         assert all(s > 0 for s in shares)
+        summed.append(sum(shares))
+        measured.append(float(np.mean(klds)))
+    if of == "parts":
+        assert np.array(summed) / sum(summed) == pytest.approx(np.array(measured) / sum(measured), rel=1e-3)
+    else:
+        assert summed == pytest.approx(measured, rel=1e-5)
     for losses in kept["losses"].values():
         assert losses[-1] < 0.05 * losses[0]
-    assert MENU[0] == scheme_of("nl4", 128)
+    assert MENU[0] == scheme_of("nl3", 64)
+
+
+def test_shares_fit_layers_and_parts() -> None:
+    """Against one step by hand, sums, and cross ratios, which the fitting keeps."""
+    alone = [{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 2.0}, {}, {"b": 0.0}]
+    found: dict[int | str, float] = {0: 4.0, 1: 2.0, 3: 0.0, "a": 1.0, "b": 2.0}
+    shares = sensitivity.fitted(alone, found)
+    assert shares[2:] == [{}, {"b": 0.0}]
+    for layer in (0, 1):
+        assert sum(shares[layer].values()) == pytest.approx(found[layer])
+    for name, loss in (("a", 2.0), ("b", 4.0)):  # 6 in all, one third and two thirds
+        assert sum(s[name] for s in shares[:2]) == pytest.approx(loss, rel=1e-6)
+    ratio = shares[0]["a"] * shares[1]["b"] / (shares[0]["b"] * shares[1]["a"])
+    assert ratio == pytest.approx(1 * 2 / (3 * 2))
+    assert alone[0] == {"a": 1.0, "b": 3.0}
+
+
+def test_quick_rounding_loses_less_than_the_nearest() -> None:
+    """Of correlated inputs, in float64; and more than the whole method."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((400, 12)) @ rng.standard_normal((12, 96)) + 0.3 * rng.standard_normal((400, 96))
+    w = rng.standard_normal((32, 96)).astype(np.float32)
+    h = (x.T @ x / len(x)).astype(np.float32)
+    scheme = scheme_of("nl3", 32)
+
+    def error(packed: kernels.PackedRows) -> float:
+        parts = {kind: kernels.as_bytes(part) for kind, part in packed.parts().items()}
+        e = codes.dequantize(scheme, w.shape, parts).astype(np.float64) - w
+        return float(np.square(x @ e.T).sum())
+
+    inputs = Inputs(h, h)
+    nearest = error(kernels.quantize_rtn(w, "F32", scheme))
+    assert error(quick(w, inputs, scheme)) < 0.7 * nearest
+    assert error(solve(w, inputs, scheme, "gptq").packed) < error(quick(w, inputs, scheme))

@@ -25,13 +25,14 @@ SHAPES: list[tuple[int, ...]] = [
 ]  # fmt: skip
 VECTOR_SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (37,)]
 FOUR_BITS = ("int4", "int4z", "int4o", "nf4", "fp4", "e2m1", "iq4nl", "nl4")
-COLUMNS_PER_DWORD = dict.fromkeys(FOUR_BITS, 8) | {"int8": 4, "int8o": 4, "f16": 2, "bf16": 2, "f32": 1}
+COLUMNS_PER_DWORD = dict.fromkeys((*FOUR_BITS, "nl3"), 8) | {"int8": 4, "int8o": 4, "f16": 2, "bf16": 2, "f32": 1}
 
 
 def schemes_with_groups() -> list[QuantScheme]:
-    kinds = [k for k in (*FOUR_BITS, "int8", "int8o") if k != "nl4"]
+    shifted = ("nl4", "nl3")
+    kinds = [k for k in (*FOUR_BITS, "int8", "int8o") if k not in shifted]
     plain = [QuantScheme(k, g, d) for k in kinds for g in scheme.GROUP_SIZES for d in ("f16", "f32")]
-    two_levels = [*((k, "i8") for k in kinds), ("nl4", "s6")]
+    two_levels = [*((k, "i8") for k in kinds), *((k, "s6") for k in shifted)]
     return plain + [QuantScheme(k, g, d) for k, d in two_levels for g in (16, 32, 64, 128)]
 
 
@@ -43,9 +44,14 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
     for dim, i in zip(lead, lead_at, strict=True):
         matrix = matrix * dim + i
     tiles, per_dword = math.ceil(n_rows / 16), COLUMNS_PER_DWORD[coding.kind]
-    lines = math.ceil(n_columns / per_dword)
-    dword_at = (((matrix * tiles + row // 16) * lines + column // per_dword) * 16 + row % 16) * 4
-    raw = parts["values" if coding.is_float else "codes"][dword_at : dword_at + 4]
+    is_of_three = coding.kind == "nl3"
+    lines = 3 * math.ceil(n_columns / 32) if is_of_three else math.ceil(n_columns / per_dword)
+
+    def dword(line: int) -> bytes:
+        at = (((matrix * tiles + row // 16) * lines + line) * 16 + row % 16) * 4
+        return parts["values" if coding.is_float else "codes"][at : at + 4]
+
+    raw = dword(column // 32 * 3 + min(column % 32 // 8, 2) if is_of_three else column // per_dword)
     k = column % per_dword
     if coding.kind == "f32":
         return float(struct.unpack("<f", raw)[0])
@@ -75,6 +81,9 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
         level = raw[k] - 256 if raw[k] > 127 else raw[k]
     else:
         code = raw[k] & 15 if k < 4 else raw[k - 4] >> 4
+        if is_of_three:
+            bits = [dword(column // 32 * 3 + j)[k % 4] >> (3 if k < 4 else 7) & 1 for j in range(3)]
+            code = code & 7 if column % 32 < 24 else bits[0] + 2 * bits[1] + 4 * bits[2]
         if coding.kind == "int4":
             level = code - 8
         elif coding.kind == "int4z":
@@ -85,6 +94,8 @@ def slow_value(coding: QuantScheme, shape: Sequence[int], parts: dict[str, bytes
             level = float(np.float32(TABLES[coding.kind][code]))
             if coding.kind == "nl4":
                 level += 8 * (parts["scales"][group_at] >> 6) - 12
+            if coding.kind == "nl3":
+                level += 12 * (parts["scales"][group_at] >> 6) - 18
     exact = Fraction(level) * Fraction(number("scales"))
     product = np.float32(exact.numerator / exact.denominator)  # the products here fit float64 exactly
     return float(np.float32(float(product) + number("offsets")) if coding.has_offsets else product)
@@ -101,6 +112,7 @@ TABLES = {
     "e2m1": [s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
     "iq4nl": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],  # kvalues_iq4nl of ggml
     "nl4": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+    "nl3": [-127, -72, -40, -13, 11, 34, 64, 103],
 }  # fmt: skip
 
 
@@ -150,20 +162,25 @@ def test_a_vector_cannot_be_quantized() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(ALL_SCHEMES),
+    st.sampled_from([*ALL_SCHEMES, QuantScheme("nl3", 32, "s6")]),
     st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 70)),
     st.integers(0, 2**32 - 1),
 )
 def test_unpack_inverts_pack(coding: QuantScheme, shape: tuple[int, int, int], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    dtype = np.dtype("u1") if coding.bits == 4 else np.dtype("i1")
+    dtype = np.dtype("u1") if coding.bits < 8 else np.dtype("i1")
     if coding.is_float:
         dtype = VALUE_DTYPES[coding.kind.upper()]
     original = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
-    if coding.bits == 4:
-        original = original & 15
+    if coding.bits < 8:
+        original = original & ((1 << coding.bits) - 1)
     tiles = codes.pack(coding, original)
-    assert tiles.shape == (shape[0], -(-shape[1] // 16), -(-shape[2] // coding.columns_per_dword), 16)
+    assert tiles.shape == (
+        shape[0],
+        -(-shape[1] // 16),
+        -(-shape[2] // 32) * 3 if coding.kind == "nl3" else -(-shape[2] * coding.bits // 32),
+        16,
+    )
     again = codes.unpack(coding, tiles, *shape[1:])
     assert again.dtype == dtype
     assert again.tobytes() == original.tobytes()
@@ -186,6 +203,25 @@ def test_padding_holds_the_prescribed_code(coding: str, pad: int) -> None:
     assert tiles[0, 0, 0, 1:].tolist() == [pad] * 15
     keep = 0xFFFFFF00 if coding.startswith("int8") else 0xFFFFFFF0
     assert int(tiles[0, 0, 0, 0]) == 3 | (pad & keep)
+
+
+def test_where_codes_of_three_bits_lie() -> None:
+    """One code of 7 at a time, in 32 columns: 3 bits of w4-codes 3.2 and no others; padding holds 0."""
+    coding = QuantScheme("nl3", 32, "s6")
+    for column in range(32):
+        one = np.zeros((1, 1, 32), np.uint8)
+        one[0, 0, column] = 7
+        tiles = codes.pack(coding, one)
+        assert tiles.shape == (1, 1, 3, 16)
+        assert not tiles[..., 1:].any()
+        byte, upper = column % 4, column % 8 >= 4
+        if column < 24:
+            want = [7 << (8 * byte + 4 * upper) if line == column // 8 else 0 for line in range(3)]
+        else:
+            want = [8 << (8 * byte + 4 * upper)] * 3
+        assert tiles[0, 0, :, 0].tolist() == want
+        short = codes.pack(coding, one[..., : column + 1])
+        assert np.array_equal(short, tiles)
 
 
 def test_bf16_rounds_half_to_even() -> None:

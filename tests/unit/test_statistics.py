@@ -187,11 +187,11 @@ def test_a_budget_of_bits(files: dict[bool, Path], model: Path, tmp_path: Path) 
     for scheme, loss in zip(MENU, losses[name], strict=True):
         size, x = scheme.group_size, w.astype(np.float32)
         if scheme.has_shifts:
-            q, packed, steps = by_the_text(x, size)
-            sub_scales, shifts = (packed.astype(np.int64) + 32) % 64 - 32, np.array(SHIFTS)[packed // 64]
+            q, packed, steps = by_the_text(x, scheme.kind, size)
+            sub_scales, shifts = (packed.astype(np.int64) + 32) % 64 - 32, np.array(SHIFTS[scheme.kind])[packed // 64]
             scales, levels = (
                 sub_scales * steps[:, None].astype(np.float64),
-                LEVELS[q] + np.repeat(shifts, size, axis=1)[:, : w.shape[1]],
+                LEVELS[scheme.kind][q] + np.repeat(shifts, size, axis=1)[:, : w.shape[1]],
             )
         else:
             found = quantize_rtn(x, scheme)

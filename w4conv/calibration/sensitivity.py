@@ -1,9 +1,9 @@
 """Sensitivity: the loss of each matrix with each scheme of a menu. The allocation of bits minimizes their sum.
 
-With a calibration set, the loss is KLD in nats. It is measured for each layer: the layer is coded with the smallest
-scheme, all others are exact. It is split among the matrices of the layer in proportion to the error that each alone
-causes in the layer's output. For larger schemes it scales with the error of the weights, each column weighted by the
-mean square of its inputs.
+With a calibration set, the loss is KLD in nats, with the smallest scheme, rounded for the inputs. It is measured for
+each layer, all others being exact, and for each part (every q_proj, say), all else being exact. Each matrix gets the
+share of both that `fitted` finds from the error that it alone causes in the output of its layer. For larger schemes it
+scales with the error of the weights, each column weighted by the mean square of its inputs.
 
 Data-free, the loss is the relative error of the weights times a weight by part (PART_WEIGHTS).
 """
@@ -24,6 +24,8 @@ from w4conv.errors import InputError
 from w4conv.measure.divergence import kullback_leibler, log_softmax
 from w4conv.measure.layer_errors import relative_error
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
+from w4conv.quantization.calibrated import Inputs, ScaleError, quick
+from w4conv.quantization.moments import Moments
 from w4conv.runtime.layer_model import LayerModel
 from w4conv.runtime.layers import LayeredSource
 from w4conv.runtime.native_model import Matrix
@@ -35,6 +37,7 @@ IntArray = npt.NDArray[np.int64]
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 N_SEQUENCES: Final = 4
 SEQUENCE_TOKENS: Final = 128  # of each, at most
+_FITTINGS: Final = 20  # of layers and parts; a few already do
 _SCORED_EVERY: Final = 2  # logits are compared at one position in so many
 _SAMPLED_ROWS: Final = 1024  # the error of weights is measured on so many rows of a matrix, in runs of 16
 # KLD for the same relative error of the weights, relative to q_proj, measured on SmolLM2-135M. Ends: for each layer.
@@ -86,34 +89,38 @@ class Sensitivity:
             {t.part: self._coded(t) for t in ends},
             self._threads,
         )
-        layers: list[dict[str, float]] = []  # by layer: the error that each matrix alone causes
+        alone: list[dict[str, float]] = []  # by layer and local name: the error that a matrix alone causes
         errors: dict[str, tuple[float, ...]] = {}
         for layer in range(spec.n_layers):
             here = [t for t in self._tensors if t.layer == layer]
-            alone, squares = run.layer(layer, {t.local_name: self._coded(t) for t in here})
-            layers.append({t.name: alone[t.local_name] for t in here})
-            errors |= {t.name: self._errors(t, squares.get(READS.get(t.part, ""))) for t in here}
+            moments = run.enter(layer)
+            inputs = {hook: Inputs(m, m, threads=self._threads) for hook, m in moments.items() if np.isfinite(m).all()}
+            of = {t.local_name: inputs.get(READS.get(t.part, "")) for t in here}
+            alone.append(run.leave({t.local_name: self._coded(t, of[t.local_name]) for t in here}))
+            for t in here:
+                seen = of[t.local_name]
+                errors[t.name] = self._errors(t, None if seen is None else np.diag(seen.fit).astype(np.float64))
         errors |= {t.name: self._errors(t, None) for t in ends}
         found = run.divergences()
-        losses = {}
-        for layer, alone in enumerate(layers):
-            whole = sum(alone.values())
-            for name, error in alone.items():
-                losses[name] = found[layer] * error / whole if whole > 0 else 0.0
-        losses |= {t.name: found[t.part] for t in ends}
-        if not np.isfinite(list(losses.values())).all():
+        if not np.isfinite(list(found.values())).all():
             raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
+        shares = fitted(alone, found)
+        losses = {t.name: found[t.part] if t.layer is None else shares[t.layer][t.local_name] for t in self._tensors}
         return {
             name: tuple(losses[name] * (e / errors[name][0] if errors[name][0] > 0 else 0.0) for e in errors[name])
             for name in losses
         }
 
-    def _coded(self, t: TensorSpec) -> Matrix:
-        """With the smallest scheme of the menu."""
-        scheme, stored = self._menu[0], self._source.tensors[t.name]
+    def _coded(self, t: TensorSpec, inputs: Inputs | None = None) -> Matrix:
+        """With the smallest scheme of the menu: rounded for its inputs or, without them, to nearest."""
+        scheme, dtype, values = self._menu[0], self._source.tensors[t.name].dtype, self._source.read(t.name)
         with self._naming_tensor(t):
-            parts = kernels.nearest_parts(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
-        return scheme, (t.shape[0], t.shape[1]), parts
+            w = codes.as_f32(values, dtype)
+            if inputs is None or not np.isfinite(w).all():
+                packed = kernels.quantize_rtn(values, dtype, scheme, threads=self._threads)
+            else:
+                packed = quick(w, inputs, scheme, threads=self._threads)
+        return scheme, (t.shape[0], t.shape[1]), packed.raw_parts()
 
     def _errors(self, t: TensorSpec, squares: F64Array | None) -> tuple[float, ...]:
         """Relative error of the weights with each scheme, columns weighted by `squares`."""
@@ -132,7 +139,7 @@ class Sensitivity:
     def _naming_tensor(self, t: TensorSpec) -> Iterator[None]:
         try:
             yield
-        except kernels.BadValueError as error:
+        except (kernels.BadValueError, ScaleError) as error:
             raise InputError(
                 f"{self._source.path}: {t.name}: {error.reason}. Fetch the checkpoint again; if it is so at its "
                 "origin, it is broken"
@@ -150,43 +157,80 @@ class Sensitivity:
         return [np.ascontiguousarray(self._source.read(t.name, slice(i, i + 1))[0][:_SAMPLED_ROWS]) for i in picked]
 
 
+def fitted(alone: Sequence[Mapping[str, float]], found: Mapping[int | str, float]) -> list[dict[str, float]]:
+    """Shares of the losses `found` for layers (by number) and parts (by name), which start in proportion to `alone`, by
+    layer and part. Sums over a layer are its loss; those over a part are in proportion to the parts' losses, nearly.
+
+    Layers and parts are scaled in turn (iterative proportional fitting, Deming and Stephan 1940).
+    """
+    shares = [dict(of_layer) for of_layer in alone]
+    parts = sorted({name for of_layer in shares for name in of_layer})
+    scale = _ratio(sum(found[i] for i, s in enumerate(shares) if s), sum(found[name] for name in parts))
+    for _ in range(_FITTINGS):
+        for name in parts:
+            whole = sum(s.get(name, 0.0) for s in shares)
+            for s in shares:
+                if name in s:
+                    s[name] *= _ratio(found[name] * scale, whole)
+        for i, s in enumerate(shares):
+            whole = sum(s.values())
+            for name in s:
+                s[name] *= _ratio(found[i], whole)
+    return shares
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 0.0
+
+
 class _Run:
-    """Runs the model on its hidden states, and on copies that each have one layer, embedding or head quantized."""
+    """Runs the model on its hidden states, and on copies that each have one layer, one part of all layers, embedding or
+    head quantized."""
 
     def __init__(self, model: LayeredSource, tokens: IntArray, ends: Mapping[str, Matrix], threads: int | None) -> None:
         self._model, self._ends, self._threads = model, ends, threads
         self._hidden = model.embed(tokens)  # (n, ctx, padded hidden_size)
-        self._copies: dict[int | str, F32Array] = {}
+        self._copies: dict[int | str, F32Array] = {}  # by layer, local name, or word for an end
         if EMBEDDING in ends:
             self._copies[EMBEDDING] = model.embed(
                 tokens, lambda ids: _nearest(model.rows(model.spec.tensors()[0], ids), ends[EMBEDDING][0], threads)
             )
 
-    def layer(self, i: int, coded: Mapping[str, Matrix]) -> tuple[dict[str, float], dict[str, F64Array]]:
-        """(output error of the layer with each coded matrix alone, sums of squares of the rows at each hook)."""
-        loaded = self._model.layer(i, threads=self._threads)
-        before = self._hidden.copy()
-        squares: dict[str, F64Array] = {}
+    def enter(self, i: int) -> dict[str, F32Array]:
+        """Runs the exact model through a layer: second moments of the rows at each hook."""
+        self._layer, self._loaded = i, self._model.layer(i, threads=self._threads)
+        self._before = self._hidden.copy()
+        moments: dict[str, Moments] = {}
         for sequence in self._hidden:
-            captured = loaded.model.run(sequence, capture=True)
+            captured = self._loaded.model.run(sequence, capture=True)
             assert captured is not None
             for hook, rows in captured._asdict().items():
-                squares[hook] = squares.get(hook, np.zeros(1)) + np.square(rows.astype(np.float64)).sum(axis=0)
-        for copy in self._copies.values():
-            _pass_through(loaded.model, copy)
+                moments.setdefault(hook, Moments(rows.shape[1])).add(rows, threads=self._threads)
+        return {hook: m.matrix() for hook, m in moments.items()}
 
-        def changed(matrices: Mapping[str, Matrix]) -> F32Array:
-            out = before.copy()
-            _pass_through(self._model.changed(i, loaded, matrices, threads=self._threads), out)
-            return out
-
-        alone = {name: relative_error(changed({name: matrix}), self._hidden) for name, matrix in coded.items()}
+    def leave(self, coded: Mapping[str, Matrix]) -> dict[str, float]:
+        """Runs the copies through it; matrices of it in their coded form. Returns the output error of the layer with
+        each of these alone."""
+        i, loaded, before = self._layer, self._loaded, self._before
+        for what, copy in self._copies.items():
+            if what not in coded:
+                _pass_through(loaded.model, copy)
+        alone = {}
+        for name, matrix in coded.items():
+            model, out = self._model.changed(i, loaded, {name: matrix}, threads=self._threads), before.copy()
+            _pass_through(model, out)
+            alone[name] = relative_error(out, self._hidden)
+            if name in self._copies:
+                _pass_through(model, self._copies[name])
+            else:
+                self._copies[name] = out
         if coded:
-            self._copies[i] = changed(coded)
-        return alone, squares
+            self._copies[i] = before
+            _pass_through(self._model.changed(i, loaded, coded, threads=self._threads), before)
+        return alone
 
     def divergences(self) -> dict[int | str, float]:
-        """KLD of the logits with each layer, embedding or head coded. Call it after the last layer."""
+        """KLD of the logits with each layer, part, embedding or head coded. Call it after the last layer."""
         head = self._model.head(threads=self._threads)
         coded = self._ends.get(EMBEDDING if self._model.spec.tied_head else HEAD)
         coded_head = None if coded is None else self._model.changed_head(coded, threads=self._threads)

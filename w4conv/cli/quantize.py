@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RECIPES = ("small", "values", "mixed")
 PRESETS = ("smallest", "balanced", "quality")
-CALIBRATED = ("w4a16", "int4z", "nl4", "nf4", "fp4")
+CALIBRATED = ("w4a16", "int4z", "nl4", "nl3", "nf4", "fp4")
 METHODS = ("rtn", "search", "awq", "gptq", "best")
 EMBEDDINGS = ("int8", *(word for word in TENSOR_WORDS if word != "int8"))
 REPORT = ("w4conv.commands.quantize", "ConversionReport")
@@ -88,7 +88,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(GROUP_WORDS),
-            help="Weights that share a scale [default: 32 for nl4, else 128]",
+            help="Weights that share a scale [default: 32 for nl4 and nl3, else 128]",
             autocompletion=one_of(GROUP_WORDS),
         ),
     ] = None,
@@ -97,7 +97,7 @@ def quantize(
         typer.Option(
             metavar="|".join(EMBEDDINGS),
             help="Coding of embedding and head [default: int8, or as the scheme where that is nl4, a float type or "
-            "keep]",
+            "keep; nl4 for nl3]",
             autocompletion=one_of(EMBEDDINGS),
         ),
     ] = None,
@@ -188,10 +188,10 @@ def quantize(
     """Convert a checkpoint to a .w4 container.
 
     Weights get 4 bits and, for 32 of them, a scale and a shift (nl4), calibrated on a text that comes with w4conv.
-    --effort 0 is quick. Or: symmetric int4 (w4a16), int4 with a zero point (int4z), the 16 levels of nf4 or fp4, or
-    int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same input and
-    options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed conversion left
-    of that is removed by the next one, or continued with --resume.
+    --effort 0 is quick. Or: symmetric int4 (w4a16), int4 with a zero point (int4z), the 8 levels of nl3, the 16 of nf4
+    or fp4, or int8 (w8a16), with a scale for each group. Biases, norms and other vectors keep their type. The same
+    input and options give the same bytes. OUT appears whole or not at all: it grows as OUT.partial. What a killed
+    conversion left of that is removed by the next one, or continued with --resume.
 
     The report goes to standard output, or to standard error when OUT is -.
     """
@@ -267,8 +267,10 @@ def hints(report: ConversionReport) -> list[str]:
     found = []
     if report.method == "rtn" and report.effort < 2 and report.scheme in CALIBRATED:
         found.append("--effort 2 calibrates: it takes longer and loses less (docs/accuracy.md)")
-    if report.scheme == "nl4":
-        found.append("exports of nl4 hold its values as floats; --scheme w4a16 has exact ones (docs/formats.md)")
+    if report.scheme in ("nl4", "nl3"):
+        found.append(
+            f"exports of {report.scheme} hold its values as floats; --scheme w4a16 has exact ones (docs/formats.md)"
+        )
     return found
 
 

@@ -117,12 +117,12 @@ def quantize(
     model can be run, else 0.
     preset: "smallest", "balanced" or "quality": scheme and group size.
 
-    scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nl4", "nf4", "fp4", "w8a16", "f16", "bf16", "f32" or
-    "keep" for linear weights.
-    group_size: 16, 32, 64, 128, 256, or "row" or 0; None means 32 for nl4, else 128.
-    embeddings: "int8", "int4", "int4z", "nl4", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and head;
-    None means int8 where linear weights are rounded to integers or levels other than nl4's, else as the scheme. Vectors
-    keep the type they have.
+    scheme: "w4a16" (symmetric int4), "int4z" (with zero points), "nl4", "nl3", "nf4", "fp4", "w8a16", "f16", "bf16",
+    "f32" or "keep" for linear weights.
+    group_size: 16, 32, 64, 128, 256, or "row" or 0; None means 32 for nl4 and nl3, else 128.
+    embeddings: "int8", "int4", "int4z", "nl4", "nl3", "nf4", "fp4", "f16", "bf16", "f32" or "keep" for embedding and
+    head; None means nl4 where linear weights are nl4 or nl3, int8 where they are rounded to other integers or levels,
+    else as the scheme. Vectors keep the type they have.
     recipe: a TOML file, or the name of a recipe built in, that says what differs for which tensors
     (quantization/recipe.py); where it says nothing, the other options count.
     target_bpw: at most so many bits a weight, over all weights with scales. The scheme of each matrix for which no

@@ -81,12 +81,12 @@ def _check_part(container: Parts, part: Part, tensor: TensorInfo | None) -> None
 
 def _check_code_padding(tensor: TensorInfo, raw: Bytes) -> None:
     n_matrices, n_rows, n_columns = codes.matrix_shape(tensor.shape)
-    per_dword = tensor.scheme.columns_per_dword
-    n_lines = -(-n_columns // per_dword)
+    run = tensor.scheme.columns_per_run
+    n_lines, n_last = tensor.scheme.n_lines(n_columns), tensor.scheme.n_lines(run)
     tiles = raw.view("<u4").reshape(n_matrices, codes.n_tiles(n_rows), n_lines, TILE_ROWS)
-    beyond_rows = codes.unpack(tensor.scheme, tiles[:, -1:], TILE_ROWS, n_lines * per_dword)
-    beyond_columns = codes.unpack(tensor.scheme, tiles[:, :, -1:], tiles.shape[1] * TILE_ROWS, per_dword)
-    first_row, first_column = (n_rows - 1) % TILE_ROWS + 1, (n_columns - 1) % per_dword + 1
+    beyond_rows = codes.unpack(tensor.scheme, tiles[:, -1:], TILE_ROWS, n_lines // n_last * run)
+    beyond_columns = codes.unpack(tensor.scheme, tiles[:, :, -n_last:], tiles.shape[1] * TILE_ROWS, run)
+    first_row, first_column = (n_rows - 1) % TILE_ROWS + 1, (n_columns - 1) % run + 1
     for padding in (beyond_rows[:, first_row:], beyond_columns[..., first_column:]):
         bits = padding.view(f"u{padding.itemsize}")  # so that -0.0 is not 0
         if (bits != codes.pad_code(tensor.scheme)).any():

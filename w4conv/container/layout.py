@@ -144,7 +144,7 @@ def encode_index(index: Mapping[str, Any]) -> bytes:
 
 
 def codebook_words(scheme: QuantScheme) -> list[str]:
-    """The 16 entries of a codebook scheme as float32 bits, eight hexadecimal digits each (w4-container 3.7)."""
+    """The entries of a codebook scheme as float32 bits, eight hexadecimal digits each (w4-container 3.7)."""
     return [f"{bits:08x}" for bits in codes.CODEBOOKS[scheme.kind].view("u4").tolist()]
 
 

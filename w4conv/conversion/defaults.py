@@ -38,6 +38,7 @@ PRESETS: Final = {"smallest": Preset("nl4", 128), "balanced": Preset("nl4", 32),
 DEFAULT_PRESET: Final = "balanced"
 TOKENS: Final = {2: 8192, 3: 32768}  # of the calibration set, by effort
 DEFAULT_EFFORT: Final = 2
+USUAL_GROUPS: Final = {"nl4": 32, "nl3": 32}  # of schemes with other groups than DEFAULT_GROUP_SIZE
 WIDE_GROUPS: Final = ("256", "row", "0")  # that integer schemes alone have
 CALIBRATED_EFFORTS: Final = tuple(TOKENS)
 
@@ -85,7 +86,7 @@ def coding(preset: str | None, scheme: str | None, group_size: int | str | None)
     groups."""
     chosen = PRESETS[preset or DEFAULT_PRESET]
     if scheme is not None:
-        usual = PRESETS[DEFAULT_PRESET].group_size if scheme == chosen.scheme else DEFAULT_GROUP_SIZE
+        usual = USUAL_GROUPS.get(scheme, DEFAULT_GROUP_SIZE)
     else:
         scheme, usual = chosen.scheme, chosen.group_size
         if group_size is not None and str(group_size) in WIDE_GROUPS:

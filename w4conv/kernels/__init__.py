@@ -18,7 +18,7 @@ from w4conv.kernels.convert import (
     pack_float,
 )
 from w4conv.kernels.multiply import PASS_TOKENS, dequantize, matmul, matrix_parts, multiply_registers, read
-from w4conv.kernels.nearest import SHIFTED, nearest_parts, pack_steps, quantize_rtn, steps_of
+from w4conv.kernels.nearest import SHIFTED, nearest_parts, pack_steps, quantize_rtn, shifted, steps_of
 from w4conv.kernels.pool import as_bytes, starting_threads
 from w4conv.kernels.tiers import build_info, dot_instruction, explain_sigbus, isa_tier, isa_tiers
 
@@ -51,6 +51,7 @@ __all__ = [
     "read",
     "refine",
     "search_scales",
+    "shifted",
     "solve_rows",
     "starting_threads",
     "steps_of",

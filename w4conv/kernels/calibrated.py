@@ -12,6 +12,8 @@ from w4conv.kernels.multiply import matmul
 from w4conv.kernels.pool import native_pool
 from w4conv.scheme import F32, TILE_ROWS
 
+_NATIVE_LEVELS = 16  # of a codebook
+
 
 def gemm_nt(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], *, threads: int | None = None) -> F32Array:
     """GEMM a b^T: a (m, k), b (n, k) -> (m, n) float32; the same bits on every tier and for any number of threads."""
@@ -129,4 +131,7 @@ def _native_steps(steps: F32Array | None) -> F32Array:
 
 
 def _native_grid(grid: codes.Grid) -> _native.Grid:
-    return _native.Grid(grid.span, grid.is_asymmetric, grid.levels)
+    levels = grid.levels
+    if 0 < len(levels) < _NATIVE_LEVELS:  # the last one again changes nothing: of equals the first is taken
+        levels = np.concatenate([levels, np.full(_NATIVE_LEVELS - len(levels), levels[-1])])
+    return _native.Grid(grid.span, grid.is_asymmetric, levels)

@@ -64,8 +64,7 @@ def convert_rows(values: Array, dtype: str, scheme: QuantScheme, threads: int | 
     if values.dtype != VALUE_DTYPES[dtype]:
         raise TypeError(f"values of dtype {dtype} are {VALUE_DTYPES[dtype]} arrays, not {values.dtype}")
     n_tiles = codes.n_tiles(n_rows)
-    n_lines = -(-n_columns // scheme.columns_per_dword)
-    lines = np.empty((n_tiles, n_lines, TILE_ROWS), np.uint32)
+    lines = np.empty((n_tiles, scheme.n_lines(n_columns), TILE_ROWS), np.uint32)
     scales = np.empty((n_tiles, scheme.n_groups(n_columns), TILE_ROWS), np.float16)
     zero_points = np.empty(scales.shape, np.uint8) if scheme.has_zero_points else None
     if lines.size == 0:

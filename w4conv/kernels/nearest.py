@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,12 +14,17 @@ from w4conv.errors import UsageError
 from w4conv.kernels.calibrated import gptq_round, search_scales
 from w4conv.kernels.convert import BadValueError, PackedRows, convert_rows, pack_float
 from w4conv.kernels.pool import as_bytes
-from w4conv.scheme import KINDS, SHIFTS, TILE_ROWS, TOP_SCALE, QuantScheme
+from w4conv.scheme import KINDS, TILE_ROWS, TOP_SCALE, QuantScheme
 
 # Candidates of a scale with shifts: multiples of the one by which the extreme of a group meets the largest level, of
 # both signs, with each shift. STEPPING: the few by which the step of a row is found.
-SHIFTED: Final = tuple((sign * (124 - 8 * i) / 100, shift) for i in range(9) for shift in SHIFTS for sign in (1, -1))
-STEPPING: Final = tuple((sign * m, shift) for m in (1.15, 0.95, 0.75) for shift in SHIFTS for sign in (1, -1))
+SHIFTED: Final = tuple((124 - 8 * i) / 100 for i in range(9))
+STEPPING: Final = (1.15, 0.95, 0.75)
+
+
+def shifted(multiples: Sequence[float], shifts: Sequence[int]) -> F32Array:
+    """Candidates as `search_scales` takes them: each multiple, with each shift, of both signs."""
+    return np.array([(sign * m, shift) for m in multiples for shift in shifts for sign in (1, -1)], np.float32)
 
 
 def quantize_rtn(values: Array, dtype: str, scheme: QuantScheme, *, threads: int | None = None) -> PackedRows:
@@ -56,7 +62,7 @@ def steps_of(
     tiles: weights (n_tiles, n_columns, 16); pivots: weights of the columns' errors, (n_columns,). Raises BadValueError
     for a scale beyond FP16.
     """
-    candidates = np.array(STEPPING, np.float32)
+    candidates = shifted(STEPPING, grid.shifts)
     scales, _, errors = search_scales(tiles, group_size, None, pivots, candidates, grid=grid, threads=threads)
     if beyond := np.argwhere(np.isinf(errors)).tolist():
         tile, group, row = beyond[0]
@@ -80,22 +86,22 @@ def _quantize_shifted(w: F32Array, scheme: QuantScheme, threads: int | None) -> 
     pivots = np.ones(n_columns, np.float32)
     steps = steps_of(tiles, pivots, size, grid, threads=threads)
     scales, shifts, _ = search_scales(
-        tiles, size, None, pivots, np.array(SHIFTED, np.float32), grid=grid, steps=steps, threads=threads
+        tiles, size, None, pivots, shifted(SHIFTED, grid.shifts), grid=grid, steps=steps, threads=threads
     )
     group_of = (np.arange(n_columns) // size).astype(np.int32)
     q = gptq_round(tiles, group_of, scales, shifts, None, grid=grid, threads=threads)
     lost = np.logical_or.reduceat(tiles != 0, np.arange(0, n_columns, size), axis=1) & (scales == 0)
     return PackedRows(
         codes.pack(scheme, grid.codes[codes.unpack_rows(q[None], n_rows)])[0],
-        pack_steps(scales, shifts, steps),
+        pack_steps(scales, shifts, steps, grid),
         None,
         int(lost.sum()),
         steps.astype(np.float16)[:, None],
     )
 
 
-def pack_steps(scales: F32Array, shifts: F32Array, steps: F32Array) -> Array:
+def pack_steps(scales: F32Array, shifts: F32Array, steps: F32Array, grid: codes.Grid) -> Array:
     """The bytes of scales (n_tiles, n_groups, 16) that are multiples of steps (n_tiles, 16), and of shifts; 0 where the
     scale is 0."""
     whole = np.rint(scales / np.where(steps == 0, np.float32(1), steps)[:, None])
-    return np.where(scales == 0, np.uint8(0), codes.pack_shifted(whole, shifts))
+    return np.where(scales == 0, np.uint8(0), codes.pack_shifted(whole, shifts, grid.shifts))

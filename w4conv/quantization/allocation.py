@@ -9,7 +9,11 @@ from typing import Final
 
 from w4conv.scheme import int8, scheme_of
 
-MENU: Final = (*(scheme_of("nl4", size) for size in (128, 64, 32, 16)), int8(128))  # by rising size
+MENU: Final = (  # by rising size
+    *(scheme_of("nl3", size) for size in (64, 32, 16)),
+    *(scheme_of("nl4", size) for size in (128, 64, 32, 16)),
+    int8(128),
+)
 _DIGITS: Final = 6  # to which losses are told apart, so that the last bits of a sum decide nothing
 
 

@@ -43,12 +43,12 @@ BUILT_IN: Final = Path(__file__).parent / "recipes"
 
 
 def is_calibrated(role: Role, kind: str, *, tied_head: bool) -> bool:
-    """Whether methods other than rtn know a matrix: linear weights, and those of a head in 4 bits."""
+    """Whether methods other than rtn know a matrix: linear weights, and those of a head in 4 bits or 3."""
     if kind == "keep" or not KINDS[kind].is_calibrated:
         return False
     if role == "linear":
         return True
-    return KINDS[kind].bits == 4 and (role == "head" or (role == "embedding" and tied_head))
+    return KINDS[kind].bits <= 4 and (role == "head" or (role == "embedding" and tied_head))
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,7 @@ class LayeredSource(LayeredModel):
         scheme = KEPT[found.dtype]
         n_rows, n_columns = found.shape[-2:]
         n_matrices = found.shape[0] if len(found.shape) == 3 else 1
-        n_lines = -(-n_columns // scheme.columns_per_dword)
-        lines = np.empty((n_matrices, codes.n_tiles(n_rows), n_lines, TILE_ROWS), np.uint32)
+        lines = np.empty((n_matrices, codes.n_tiles(n_rows), scheme.n_lines(n_columns), TILE_ROWS), np.uint32)
         step = max(_BLOCK_NBYTES // (max(n_columns, 1) * 4) // TILE_ROWS, 1) * TILE_ROWS
         for i in range(n_matrices):
             for start in range(0, n_rows, step):

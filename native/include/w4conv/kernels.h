@@ -28,13 +28,21 @@ constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1
 // Raises std::logic_error: a switch does not know the value, a defect.
 [[noreturn]] void unknown(const char* what);
 
-enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNl4, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
+enum class Kind : uint8_t { kInt4, kInt4z, kInt4o, kE2m1, kIq4nl, kNl4, kNl3, kNf4, kFp4, kInt8, kInt8o, kF16, kBf16, kF32 };
 constexpr bool is_float(Kind kind) { return kind >= Kind::kF16; }
 constexpr bool is_codebook(Kind kind) { return kind >= Kind::kE2m1 && kind <= Kind::kFp4; }
 constexpr bool is_int8(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kInt8o; }
 constexpr bool has_offsets(Kind kind) { return kind == Kind::kInt4o || kind == Kind::kInt8o; }
+// Whether codes have 3 bits: 24 of 32 columns lie as those of 4 bits do, in three lines, and bit j of the 8 others in the
+// fourth bits of line j.
+constexpr bool is_of_three(Kind kind) { return kind == Kind::kNl3; }
+// Of those of 3 bits, the columns of a dword are those that lie in it as a whole.
 constexpr int columns_per_dword(Kind kind) {
   return kind < Kind::kInt8 ? 8 : is_int8(kind) ? 4 : kind == Kind::kF32 ? 1 : 2;
+}
+[[gnu::always_inline]] constexpr int64_t n_lines_of(Kind kind, int64_t n_columns) {
+  if (is_of_three(kind)) return (n_columns + 31) / 32 * 3;
+  return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind);
 }
 // The code that stands in padding columns (w4-codes 3.5).
 constexpr int zero_code(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kInt4z ? 8 : kind == Kind::kNf4 ? 7 : 0; }
@@ -61,8 +69,11 @@ constexpr float kFp4Levels[16] = {0.0f,  0.0625f / 12,  8.0f / 12,  1.0f,  4.0f 
 constexpr float kE2m1Levels[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 constexpr float kIq4nlLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// Twice: the fourth bit of a code of 3 bits may be anything.
+constexpr float kNl3Levels[16] = {-127, -72, -40, -13, 11, 34, 64, 103, -127, -72, -40, -13, 11, 34, 64, 103};
 constexpr const float* levels_of(Kind kind) {
   return kind == Kind::kNf4    ? kNf4Levels
+         : kind == Kind::kNl3  ? kNl3Levels
          : kind == Kind::kFp4  ? kFp4Levels
          : kind == Kind::kE2m1 ? kE2m1Levels
                                : kIq4nlLevels;
@@ -78,8 +89,13 @@ constexpr WholeLevels kWholeNf4 = {
 constexpr WholeLevels kWholeFp4 = {{0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48}, 1.0f / 192};
 constexpr WholeLevels kWholeE2m1 = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, 0.5f};
 constexpr WholeLevels kWholeIq4nl = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 1.0f};
+constexpr WholeLevels kWholeNl3 = {{-127, -72, -40, -13, 11, 34, 64, 103, -127, -72, -40, -13, 11, 34, 64, 103}, 1.0f};
 constexpr const WholeLevels& whole_levels_of(Kind kind) {
-  return kind == Kind::kNf4 ? kWholeNf4 : kind == Kind::kFp4 ? kWholeFp4 : kind == Kind::kE2m1 ? kWholeE2m1 : kWholeIq4nl;
+  return kind == Kind::kNf4    ? kWholeNf4
+         : kind == Kind::kFp4  ? kWholeFp4
+         : kind == Kind::kE2m1 ? kWholeE2m1
+         : kind == Kind::kNl3  ? kWholeNl3
+                               : kWholeIq4nl;
 }
 // What a code stands for in products: itself, less a zero point or as a signed byte; or an entry of a codebook that is a
 // signed byte, or wider.
@@ -91,10 +107,13 @@ constexpr Entries entries_of(Kind kind) {
 
 // Of the scales and offsets of groups. kInt8: a signed byte, times an FP16 number for every kSuperColumns columns. kShifted:
 // a byte with a signed scale of 6 bits, times an FP16 number for the whole row, and above it 2 bits i of the group's shift:
-// 8 i - 12 is added to the levels (w4-codes 2.6).
+// lowest + i * step is added to the levels (w4-codes 2.6).
 enum class ScaleType : uint8_t { kF16, kF32, kInt8, kShifted };
 constexpr int64_t kSuperColumns = 256;
-constexpr int kShiftStep = 8, kLowestShift = -12;
+struct Shifts {
+  int lowest, step;
+};
+constexpr Shifts shifts_of(Kind kind) { return kind == Kind::kNl3 ? Shifts{-18, 12} : Shifts{-12, 8}; }
 
 struct Matrix {
   Kind kind = Kind::kF32;
@@ -111,7 +130,7 @@ struct Matrix {
   int rows_of(int64_t tile) const {
     return static_cast<int>(n_rows - tile * kTileRows < kTileRows ? n_rows - tile * kTileRows : kTileRows);
   }
-  int64_t n_lines() const { return (n_columns + columns_per_dword(kind) - 1) / columns_per_dword(kind); }
+  int64_t n_lines() const { return n_lines_of(kind, n_columns); }
   int64_t n_groups() const { return is_float(kind) ? 0 : (n_columns + group_size - 1) / group_size; }
   int64_t n_supers() const {
     if (scale_type == ScaleType::kShifted) return 1;

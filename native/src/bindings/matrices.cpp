@@ -22,6 +22,7 @@ Kind kind_of(const std::string& name) {
   if (name == "e2m1") return Kind::kE2m1;
   if (name == "iq4nl") return Kind::kIq4nl;
   if (name == "nl4") return Kind::kNl4;
+  if (name == "nl3") return Kind::kNl3;
   if (name == "int8") return Kind::kInt8;
   if (name == "int8o") return Kind::kInt8o;
   if (name == "f16") return Kind::kF16;

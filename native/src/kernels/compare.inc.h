@@ -1,9 +1,18 @@
 // Rows of a coded matrix as float32 (w4-codes 5), and how far two rows are from one another.
 
-// The lines of one row, so many at a time: dwords that lie side by side.
-constexpr int64_t kRowLines = 64;
-inline void gather_dwords(const uint32_t* lines, int64_t n, uint32_t* out) {
-  for (int64_t i = 0; i < n; i++) out[i] = lines[i * 16];
+// The dwords of one row, so many at a time, side by side: n from `first` on, counted by the columns of a dword. Of codes of 3
+// bits, the fourth dword of 32 columns is made of the three that there are.
+constexpr int64_t kRowDwords = 64;
+inline void gather_dwords(const Matrix& w, const uint32_t* lines, int64_t first, int64_t n, uint32_t* out) {
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t at = first + i;
+    if (!is_of_three(w.kind)) {
+      out[i] = lines[at * 16];
+    } else {
+      const uint32_t* const run = lines + at / 4 * 3 * 16;
+      out[i] = at % 4 < 3 ? run[at % 4 * 16] : last_of_four(run[0], run[16], run[32]);
+    }
+  }
   for (int64_t i = n; i < pad_to(n, 16); i++) out[i] = 0;
 }
 
@@ -35,7 +44,7 @@ inline float scale_at(const Scales& s, int64_t tile, int64_t group, int64_t lane
 // What is added to its levels, of kShifted.
 inline float shift_at(const Scales& s, int64_t tile, int64_t group, int64_t lane) {
   const int byte = static_cast<const uint8_t*>(s.values)[(tile * s.n_groups + group) * 16 + lane];
-  return static_cast<float>(kLowestShift + (byte >> 6) * kShiftStep);
+  return static_cast<float>(s.shifts.lowest + (byte >> 6) * s.shifts.step);
 }
 
 // out: n_columns floats, padded to 16.
@@ -59,10 +68,10 @@ void dequantize_row(const Matrix& w, int64_t row, float* out) {
       if (w.kind == Kind::kInt4o) values[code] += offset;
     }
     const Levels levels(values);
-    for (int64_t k = g * size; k < group_end; k += kRowLines * columns) {
-      alignas(64) uint32_t dwords[kRowLines];
-      const int64_t n = group_end - k < kRowLines * columns ? group_end - k : kRowLines * columns;
-      gather_dwords(lines + k / columns * 16, (n + columns - 1) / columns, dwords);
+    for (int64_t k = g * size; k < group_end; k += kRowDwords * columns) {
+      alignas(64) uint32_t dwords[kRowDwords];
+      const int64_t n = group_end - k < kRowDwords * columns ? group_end - k : kRowDwords * columns;
+      gather_dwords(w, lines, k / columns, (n + columns - 1) / columns, dwords);
       const auto* bytes = reinterpret_cast<const uint8_t*>(dwords);
       if (columns == 8) {
         look_up_levels(dwords, n, levels, out + k);

@@ -19,11 +19,11 @@ struct LineSum {
   [[gnu::always_inline]] static vi start(int32_t neg8_sum, vi zero_points) {
     return kWidened ? splat_int(16 * neg8_sum) : start_of_sum<kCodes, kBits>(neg8_sum, zero_points);
   }
-  // next: from a line of bytes to the second one. (Sums are kept, or GCC adds products to one another before it adds them to
-  // a sum, for which there are too few registers.)
-  [[gnu::always_inline]] static void add(const uint32_t* line, int64_t next, const int32_t* a, const Table<kCodes>& table,
-                                         vi& p, vi& q) {
-    vi x = load_bits(line), y = {};
+  // x: the line, of bytes the first one; next: from there to the second one. (Sums are kept, or GCC adds products to one
+  // another before it adds them to a sum, for which there are too few registers.)
+  [[gnu::always_inline]] static void add(vi x, const uint32_t* line, int64_t next, const int32_t* a,
+                                         const Table<kCodes>& table, vi& p, vi& q) {
+    vi y = {};
     keep(x);
     if constexpr (kCodes == Codes::kBytes) {
       y = load_bits(line + next);
@@ -103,11 +103,13 @@ struct Stream {
 };
 
 // Up to kStreams tiles; where there are fewer, the last one is taken again.
-template <Codes kCodes, int kBits, Scaling kScaling>
+template <Codes kStored, int kBits, Scaling kScaling>
 void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile, int64_t n_tiles, float* scratch) {
+  constexpr Codes kCodes = of_whole_lines(kStored);
   using Sum = LineSum<kCodes, kBits>;
   constexpr int kV = kStreamsAtOnce * kVectors, kLines = Sum::kLines;
   constexpr int64_t kScaleNbytes = kScaling == Scaling::kF16 ? 2 : 1;
+  constexpr int64_t kNearLines = line_of<kStored>(kNear) * 16, kFarLines = line_of<kStored>(kFar) * 16;
   constexpr bool kTwoLevels = kScaling == Scaling::kInt8 || kScaling == Scaling::kShifted;
   const int64_t n_blocks = x.n_blocks(), n_lines = w.n_lines();
   const int64_t blocks_a_group = (w.group_size + x.block - 1) / x.block;
@@ -128,10 +130,13 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
   for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
     const int64_t begin = block * blocks8_a_block;
     const int64_t end = begin + blocks8_a_block < n_blocks8 ? begin + blocks8_a_block : n_blocks8;
+    const int64_t first = are_of_three(kStored) ? begin / 4 * 4 : begin;  // of those that share lines with it
     // A second line that is not there has only zeros for activations: the first one does as well.
     const int64_t n_whole = end - begin - (kLines == 2 && end * 2 > n_lines ? 1 : 0);
     const int32_t neg8_sum = x.neg8_sums[block];
     const vf a_scale = splat(x.scales[block]);
+    const vi lowest_shift = splat_int(scales.shifts.lowest * (-neg8_sum / 8));  // each times the sum of the activations
+    const vi shift_step = splat_int(scales.shifts.step * (-neg8_sum / 8));
     vi high = {};
     if constexpr (Sum::kLowHigh && biased(kCodes)) high = sum_of_high_bytes(a, end - begin);
     if (kTwoLevels && in_group == 0 && (group & ((int64_t{1} << scales.super_shift) - 1)) == 0) {
@@ -141,13 +146,13 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
         prefetch(from + kScalesAhead);
       }
     }
-    for (int first = 0; first < kStreams; first += kStreamsAtOnce) {
-      const Stream* const now = streams + first;
+    for (int some = 0; some < kStreams; some += kStreamsAtOnce) {
+      const Stream* const now = streams + some;
       const uint32_t* lines[kStreamsAtOnce];
       vi p[kV], q[kV];
 #pragma GCC unroll 4
       for (int j = 0; j < kStreamsAtOnce; j++) {
-        lines[j] = now[j].lines + begin * kLines * 16;
+        lines[j] = now[j].lines + line_of<kStored>(first) * 16;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
           vi zero_points = splat_int(kCodes == Codes::kNibbles ? 8 : 0);
@@ -157,16 +162,22 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
           p[j * kVectors + v] = Sum::start(neg8_sum, zero_points), q[j * kVectors + v] = vi{};
         }
       }
-      // Line(s) i of the block. near, far: how far ahead of it what is fetched lies.
-      const auto add = [&](int64_t i, int64_t next, int64_t near, int64_t far) __attribute__((always_inline)) {
+      // The 8 columns i of the block, which lie `place` behind four times 8 columns from the first of `lines` on. near, far:
+      // how far ahead of it what is fetched lies.
+      const auto add = [&](int64_t i, int64_t fours, int64_t place, int64_t next, int64_t near,
+                           int64_t far) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int j = 0; j < kStreamsAtOnce; j++) {
-          const uint32_t* const line = lines[j] + i * kLines * 16;
+          const uint32_t* const line = lines[j] + (fours * line_of<kStored>(4) + line_of<kStored>(place)) * 16;
+          if (!are_of_three(kStored) || place % 4 < 3) {
 #pragma GCC unroll 4
-          for (int l = 0; l < kLines; l++) prefetch(line + near + l * 16), prefetch_far(line + far + l * 16);
+            for (int l = 0; l < kLines; l++) prefetch(line + near + l * 16), prefetch_far(line + far + l * 16);
+          }
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; v++) {
-            Sum::add(line + v * kLanes, next, a + i * Sum::kDwords, table, p[j * kVectors + v], q[j * kVectors + v]);
+            const uint32_t* const from = line + v * kLanes;
+            Sum::add(load_line<kStored>(from, place), from, next, a + i * Sum::kDwords, table, p[j * kVectors + v],
+                     q[j * kVectors + v]);
           }
         }
       };
@@ -174,12 +185,14 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
       for (; i + 4 <= n_whole; i += 4) {
         // At the end of these tiles, what comes next is the tiles behind the last one.
         const int64_t left = n_blocks8 - begin - i - 4, behind = (kStreams - 1) * n_lines;
-        const int64_t near = (kNear * kLines + (left < kNear ? behind : 0)) * 16;
-        const int64_t far = (kFar * kLines + (left < kFar ? behind : 0)) * 16;
-        add(i, 16, near, far), add(i + 1, 16, near, far), add(i + 2, 16, near, far), add(i + 3, 16, near, far);
+        const int64_t near = kNearLines + (left < kNear ? behind : 0) * 16;
+        const int64_t far = kFarLines + (left < kFar ? behind : 0) * 16;
+        const int64_t fours = i / 4;
+        add(i, fours, 0, 16, near, far), add(i + 1, fours, 1, 16, near, far);
+        add(i + 2, fours, 2, 16, near, far), add(i + 3, fours, 3, 16, near, far);
       }
-      for (; i < n_whole; i++) add(i, 16, kNear * kLines * 16, kFar * kLines * 16);
-      if (i < end - begin) add(i, 0, kNear * kLines * 16, kFar * kLines * 16);
+      for (; i < n_whole; i++) add(i, 0, begin - first + i, 16, kNearLines, kFarLines);
+      if (i < end - begin) add(i, 0, begin - first + i, 0, kNearLines, kFarLines);
 #pragma GCC unroll 4
       for (int j = 0; j < kStreamsAtOnce; j++) {
         const Stream& s = now[j];
@@ -193,7 +206,7 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
           if constexpr (kTwoLevels) {
             vi bytes = from_bytes(reinterpret_cast<const int8_t*>(s.scales) + at);
             if constexpr (kScaling == Scaling::kShifted) {
-              total += Scales::zero_points_of(bytes) * neg8_sum >> 3;
+              total += lowest_shift + Scales::shift_indices_of(bytes) * shift_step;
               bytes = Scales::sub_scales_of(bytes);
             }
             w_scale = load(s.supers + v * kLanes) * __builtin_convertvector(bytes, vf);
@@ -213,14 +226,16 @@ void int_decode(const Matrix& w, const IntActivations& x, float* y, int64_t tile
   for (int64_t i = 0; i < n_tiles * kVectors; i++) store(y + tile * kTileRows + i * kLanes, load(scratch + i * kLanes));
 }
 
-template <Codes kCodes, int kBits>
+template <Codes kStored, int kBits>
 void int_decode_tiles(const Matrix& w, const IntActivations& x, float* y, int64_t tile, int64_t tile_end, float* scratch) {
   const Scaling scaling = scaling_of(w);
-  auto decode = int_decode<kCodes, kBits, Scaling::kAny>;
-  if (scaling == Scaling::kF16) decode = int_decode<kCodes, kBits, Scaling::kF16>;
-  if (scaling == Scaling::kInt8) decode = int_decode<kCodes, kBits, Scaling::kInt8>;
-  if constexpr (kCodes == Codes::kByteLevels || kCodes == Codes::kWordLevels) {
-    if (scaling == Scaling::kShifted) decode = int_decode<kCodes, kBits, Scaling::kShifted>;
+  constexpr Codes kCodes = of_whole_lines(kStored);
+  constexpr bool kHasShifts = kCodes == Codes::kByteLevels || kCodes == Codes::kWordLevels;
+  auto decode = int_decode<kStored, kBits, kHasShifts ? Scaling::kShifted : Scaling::kAny>;
+  if constexpr (!are_of_three(kStored)) {  // which have no other scales
+    if (scaling == Scaling::kAny) decode = int_decode<kStored, kBits, Scaling::kAny>;
+    if (scaling == Scaling::kF16) decode = int_decode<kStored, kBits, Scaling::kF16>;
+    if (scaling == Scaling::kInt8) decode = int_decode<kStored, kBits, Scaling::kInt8>;
   }
   for (; tile < tile_end; tile += kStreams) {
     decode(w, x, y, tile, tile_end - tile < kStreams ? tile_end - tile : kStreams, scratch);

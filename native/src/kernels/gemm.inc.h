@@ -46,10 +46,10 @@ struct NextLines {
   NextLines(const Matrix& w, int64_t tile, int64_t tile_count, int64_t next_column, int64_t n_columns, int64_t n_tokens)
       : tile_stride(w.n_lines() * 16), n_tiles(tile_count) {
     const bool is_last = next_column >= w.n_columns;
-    const int64_t line = is_last ? 0 : next_column / columns_per_dword(w.kind);
+    const int64_t line = is_last ? 0 : n_lines_of(w.kind, next_column);
     first = w.lines + (is_last ? tile + n_tiles : tile) * tile_stride + line * 16;
     const int64_t n_groups = (n_tokens + kTokenGroup - 1) / kTokenGroup;
-    n_lines = (n_columns / columns_per_dword(w.kind) + n_groups - 1) / n_groups;
+    n_lines = (n_lines_of(w.kind, n_columns) + n_groups - 1) / n_groups;
   }
   void fetch(int64_t group) const {
     for (int64_t j = 0; j < n_tiles; j++) {
@@ -62,21 +62,23 @@ struct NextLines {
 
 // Columns [column, column + n_columns) of kTilesNow tiles -> out [dword of activations][tile][16]: int16 pairs less their
 // offset, or bytes with it.
-template <Codes kCodes, int kBits, int kTilesNow>
-void unpack_int(const Matrix& w, const Table<kCodes>& table, int64_t tile, int64_t column, int64_t n_columns,
-                const vi* zero_points, uint32_t* out) {
-  constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
-  const int64_t n_lines = w.n_lines(), n_blocks8 = pad_to(n_columns, 8) / 8;
+template <Codes kStored, int kBits, int kTilesNow>
+void unpack_int(const Matrix& w, const Table<of_whole_lines(kStored)>& table, int64_t tile, int64_t column,
+                int64_t n_columns, const vi* zero_points, uint32_t* out) {
+  constexpr Codes kCodes = of_whole_lines(kStored);
+  constexpr int kDwords = kBits / 4;  // of 8 columns
+  const int64_t n_lines = w.n_lines(), first = column / 8, end = first + pad_to(n_columns, 8) / 8;
   for (int j = 0; j < kTilesNow; j++) {
     for (int v = 0; v < kVectors; v++) {
-      const uint32_t* line = w.lines + ((tile + j) * n_lines + column / 8 * kLines) * 16 + v * kLanes;
-      const uint32_t* const last = w.lines + ((tile + j) * n_lines + n_lines - 1) * 16 + v * kLanes;
+      const uint32_t* const lines = w.lines + (tile + j) * n_lines * 16 + v * kLanes;
+      const uint32_t* const last = lines + (n_lines - 1) * 16;
       const vi zero_point = (zero_points[j * kVectors + v] & 0xFFFF) * 0x10001;
       uint32_t* to = out + j * 16 + v * kLanes;
-      for (int64_t i = 0; i < n_blocks8; i++, line += kLines * 16, to += kDwords * kTilesNow * 16) {
+      for (int64_t i = first; i < end; i++, to += kDwords * kTilesNow * 16) {
+        const uint32_t* const line = lines + line_of<kStored>(i) * 16;
         auto put = [&](int dword, vi x) { store_bits(to + dword * kTilesNow * 16, x); };
         auto less = [&](vi pair) { return kCodes == Codes::kBytes ? pair : (vi)((vs)pair - (vs)zero_point); };
-        vi x = load_bits(line);
+        vi x = load_line<kStored>(line, i);
         if constexpr (kCodes == Codes::kWordLevels) {
           put(0, less(table.template operand<0>(x))), put(1, less(table.template operand<1>(x)));
           put(2, less(table.template operand<2>(x))), put(3, less(table.template operand<3>(x)));
@@ -206,7 +208,7 @@ template <Codes kCodes, int kBits, int kTilesNow>
 void int_group(IntBlock b, float* sums) {
   constexpr int kNow = kBits == 8 ? kByteTokens : kTokens;
   // For activations of 16 bits weights come less their zero point, so that one kernel serves all codes.
-  constexpr Codes kAs = kBits == 8 ? kCodes : Codes::kBytes;
+  constexpr Codes kAs = kBits == 8 ? of_whole_lines(kCodes) : Codes::kBytes;
   for (int64_t t = 0; t < b.stride; t += kNow) {
     int_inner_up_to<kAs, kBits, kTilesNow, kNow>(b.stride - t < kNow ? b.stride - t : kNow, b, sums);
     b.dwords += kNow * kBits / 4, b.a_scales += kNow, b.neg8_sums += kNow, sums += kNow * kTilesNow * kTileRows;
@@ -231,7 +233,7 @@ void int_gemm(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   auto* const sums = reinterpret_cast<float*>(scratch + kGemmTiles * kTileRows * kBlock);  // [panel][token][tile][16]
   for (int64_t i = 0; i < n_tokens * n_tiles * kTileRows; i += kLanes) store(sums + i, vf{});
   const IntWeights weights(w);
-  const Table<kCodes> table(weights.codebook);
+  const Table<of_whole_lines(kCodes)> table(weights.codebook);
   const int64_t n_blocks = x.n_blocks(), n_dwords = x.n_dwords();
   for (int64_t block = 0; block < n_blocks; block++) {
     const int64_t column = block * x.block;

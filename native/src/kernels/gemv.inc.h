@@ -5,9 +5,9 @@
 struct Block8 {
   vi x, y;
 };
-template <Codes kCodes>
-inline Block8 load_block8(const uint32_t* line, int64_t next, const Table<kCodes>& table) {
-  Block8 o = {load_bits(line), vi{}};
+template <Codes kStored, Codes kCodes = of_whole_lines(kStored)>
+inline Block8 load_block8(const uint32_t* line, int64_t block8, int64_t next, const Table<kCodes>& table) {
+  Block8 o = {load_line<kStored>(line, block8), vi{}};
   keep(o.x);
   if constexpr (kCodes == Codes::kBytes) {
     o.y = load_bits(line + next);
@@ -60,9 +60,10 @@ template <Codes kCodes, int kBits, bool kApart, int kDword = 0, int kTokensNow, 
 }
 
 // kTokensNow tokens, all there are, and up to kTiles tiles; where there are fewer, the last one is taken again.
-template <Codes kCodes, int kBits, int kTokensNow>
+template <Codes kStored, int kBits, int kTokensNow>
 void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, int64_t tile, int64_t n_tiles, float* sums) {
-  constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns
+  constexpr Codes kCodes = of_whole_lines(kStored);
+  constexpr int kLines = kCodes == Codes::kBytes ? 2 : 1, kDwords = kBits / 4;  // of 8 columns, at most
   constexpr int kV = kTiles * kVectors;
   constexpr bool kApart = kCodes != Codes::kWordLevels && kBits == 16 && 2 * kTokensNow <= kTokens;
   const int64_t n_blocks = x.n_blocks(), n_lines = w.n_lines();
@@ -73,7 +74,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
   int64_t tiles[kTiles];  // behind the first one
 #pragma GCC unroll 4
   for (int j = 0; j < kTiles; j++) tiles[j] = j < n_tiles ? j : n_tiles - 1;
-  const uint32_t* line = w.lines + tile * n_lines * 16;
+  const uint32_t* const lines = w.lines + tile * n_lines * 16;
   const auto* a = reinterpret_cast<const int32_t*>(x.dwords);
   for (int i = 0; i < kTokensNow * kV; i++) store(sums + i * kLanes, vf{});  // [token][vector of rows]
   for (int64_t block = 0, group = 0, in_group = 0; block < n_blocks; block++) {
@@ -97,7 +98,8 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
         odd[t][i] = vi{};
       }
     }
-    for (int64_t block8 = begin; block8 < end; block8++, a += kDwords * kTokensNow, line += kLines * 16) {
+    for (int64_t block8 = begin; block8 < end; block8++, a += kDwords * kTokensNow) {
+      const uint32_t* const line = lines + line_of<kStored>(block8) * 16;
       // A second line that is not there has only zeros for activations: the first one does as well.
       const int64_t next = kLines == 2 && (block8 + 1) * 2 > n_lines ? 0 : 16;
 #pragma GCC unroll 4
@@ -109,7 +111,7 @@ void int_gemv(const Matrix& w, const IntActivations& x, float* y, int64_t ldy, i
 #pragma GCC unroll 4
       for (int i = 0; i < kV; i++) {
         const uint32_t* const from = line + tiles[i / kVectors] * n_lines * 16;
-        blocks8[i] = load_block8<kCodes>(from + i % kVectors * kLanes, next, table);
+        blocks8[i] = load_block8<kStored>(from + i % kVectors * kLanes, block8, next, table);
       }
       add_blocks8<kCodes, kBits, kApart>(blocks8, table, a, isum, odd);
     }

@@ -44,6 +44,9 @@ void matmul_int(const Matrix& w, const IntActivations& x, float* y, int64_t ldy,
     case Kind::kNl4:
       if (x.bits == 8) return run(int_tiles<Codes::kByteLevels, 8>);
       return run(int_tiles < by_words(Entries::kBytes) ? Codes::kWordLevels : Codes::kByteLevels, 16 >);
+    case Kind::kNl3:
+      if (x.bits == 8) return run(int_tiles<Codes::kThreeByteLevels, 8>);
+      return run(int_tiles < by_words(Entries::kBytes) ? Codes::kThreeWordLevels : Codes::kThreeByteLevels, 16 >);
     case Kind::kNf4:
     case Kind::kFp4:
       return run(int_tiles<Codes::kWordLevels, 16>);

@@ -57,6 +57,7 @@ void matmul_float(const Matrix& w, const FloatActivations& x, float* y, int64_t 
     case Kind::kE2m1:
     case Kind::kIq4nl:
     case Kind::kNl4:
+    case Kind::kNl3:
     case Kind::kNf4:
     case Kind::kFp4:
     case Kind::kInt8:

@@ -26,11 +26,12 @@ struct Scales {
   ScaleType type;
   int64_t n_groups, n_supers;
   int super_shift;  // from a group to its super-scale
+  Shifts shifts;    // of kShifted
   static Scales of(const Matrix& w) {
-    return {w.scales, w.super_scales, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
+    return {w.scales, w.super_scales, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w), shifts_of(w.kind)};
   }
   static Scales of_offsets(const Matrix& w) {
-    return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w)};
+    return {w.offsets, w.super_offsets, w.scale_type, w.n_groups(), w.n_supers(), shift_of(w), shifts_of(w.kind)};
   }
   // Of a vector of rows of a tile.
   vf lanes(int64_t tile, int64_t group, int64_t v) const {
@@ -45,11 +46,11 @@ struct Scales {
   // Minus the shifts, where the type is kShifted.
   vi zero_points(int64_t tile, int64_t group, int64_t v) const {
     const vi bytes = from_bytes(static_cast<const int8_t*>(values) + (tile * n_groups + group) * 16 + v * kLanes);
-    return zero_points_of(bytes);
+    return splat_int(-shifts.lowest) - shift_indices_of(bytes) * shifts.step;
   }
-  // Of bytes of kShifted, in lanes: the 6 bits of the scale, and minus the shift.
+  // Of bytes of kShifted, in lanes: the 6 bits of the scale, and the 2 of the shift.
   static vi sub_scales_of(vi bytes) { return bytes << 26 >> 26; }
-  static vi zero_points_of(vi bytes) { return splat_int(-kLowestShift) - (bytes >> 6 & 3) * kShiftStep; }
+  static vi shift_indices_of(vi bytes) { return bytes >> 6 & 3; }
 
  private:
   static int shift_of(const Matrix& w) {
@@ -83,10 +84,39 @@ inline vi byte_pair(vi line) {
   const vs words = (vs)line;
   return kPair == 0 ? (vi)((vs)(words << 8) >> 8) : (vi)(words >> 8);
 }
-// What the inner loops of integers tell apart: unsigned codes of 4 bits less a zero point, codes of 4 bits that stand for
-// the signed bytes or the int16 of a codebook, and signed bytes. All else that kinds differ in is asked once a block
+// What the inner loops of integers tell apart: unsigned codes of 4 bits less a zero point, codes of 4 or 3 bits that stand
+// for the signed bytes or the int16 of a codebook, and signed bytes. All else that kinds differ in is asked once a block
 // (IntWeights).
-enum class Codes : uint8_t { kNibbles, kByteLevels, kWordLevels, kBytes };
+enum class Codes : uint8_t { kNibbles, kByteLevels, kWordLevels, kThreeByteLevels, kThreeWordLevels, kBytes };
+constexpr bool are_of_three(Codes codes) { return codes == Codes::kThreeByteLevels || codes == Codes::kThreeWordLevels; }
+// What they are once a line holds 8 columns.
+constexpr Codes of_whole_lines(Codes codes) {
+  return codes == Codes::kThreeByteLevels   ? Codes::kByteLevels
+         : codes == Codes::kThreeWordLevels ? Codes::kWordLevels
+                                            : codes;
+}
+// Of codes of 3 bits: the fourth dword of 32 columns, by the three that there are. Its own fourth bits are 0, those of the
+// others are not.
+template <class Dword>
+inline Dword last_of_four(Dword a, Dword b, Dword c) {
+  return (a >> 3 & 0x11111111u) | (b >> 2 & 0x22222222u) | (c >> 1 & 0x44444444u);
+}
+// Where a block8 begins in the lines of a tile, and a vector of rows of it. Of codes of 3 bits the fourth of four begins where
+// the first does.
+template <Codes kCodes>
+constexpr int64_t line_of(int64_t block8) {
+  if constexpr (are_of_three(kCodes)) return block8 / 4 * 3 + (block8 % 4 < 3 ? block8 % 4 : 0);
+  return kCodes == Codes::kBytes ? 2 * block8 : block8;
+}
+template <Codes kCodes>
+inline vi load_line(const uint32_t* line, int64_t block8) {
+  if constexpr (are_of_three(kCodes)) {
+    if (block8 % 4 == 3) {
+      return (vi)last_of_four((vu)load_bits(line), (vu)load_bits(line + 16), (vu)load_bits(line + 32));
+    }
+  }
+  return load_bits(line);
+}
 constexpr bool are_signed_bytes(Codes codes) { return codes == Codes::kByteLevels || codes == Codes::kBytes; }
 // Where dot_bytes takes any byte, signed weights w enter it as w + 128.
 constexpr bool biased(Codes codes) { return kWideBytes && are_signed_bytes(codes); }
