@@ -72,7 +72,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(PRESETS),
-            help="Scheme and groups in one word: about 4.1, 4.3 or 4.5 bits a weight [default: balanced]",
+            help="Scheme and groups in one word: about 4.05, 4.3 or 4.5 bits a weight [default: balanced]",
             autocompletion=one_of(PRESETS),
         ),
     ] = None,

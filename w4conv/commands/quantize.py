@@ -19,7 +19,7 @@ from w4conv.conversion.declarations import settle_declarations
 from w4conv.conversion.model import advising_generic, known_model, read_model
 from w4conv.conversion.plan import ConversionPlan, calibrated_methods, known_method, make_plan
 from w4conv.conversion.write import write
-from w4conv.errors import UsageError
+from w4conv.errors import InputError, UsageError
 from w4conv.files.blobs import parse_json_object
 from w4conv.files.overlap import refuse_overlap
 from w4conv.files.target import check_target
@@ -175,6 +175,8 @@ def quantize(
         method=method, calibration=calibration, generic=architecture is not None,
     )  # fmt: skip
     target = None if target_bpw is None else _target(target_bpw, scheme, group_size, embeddings)
+    if preset is not None and (bits := defaults.PRESETS[preset].target) is not None:
+        target = Decimal(bits)
     word, size = defaults.coding(preset, scheme, group_size)
     make_recipe(word, group_size=size, embeddings=embeddings)  # a wrong word is an error before anything opens
     if method is not None:
@@ -225,6 +227,11 @@ def quantize(
         if effort is None:
             effort = defaults.effort_for(model, made, method=method, given=given is not None)
         if effort in defaults.TOKENS and given is None:
+            if "tokenizer.json" not in source.blobs:
+                raise InputError(
+                    f"{src}: has no tokenizer.json, without which no calibration set can be read. Put it beside the "
+                    "weights, or say --effort 0, which rounds to nearest"
+                )
             given = open_calibration(
                 builtin.NAME, tokens=calibration_tokens, ctx=calibration_ctx, special_tokens=special_tokens,
                 usual_tokens=defaults.TOKENS[effort],

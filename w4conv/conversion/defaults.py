@@ -2,7 +2,7 @@
 
 | preset   | linear weights, embedding and head | bits a weight, with scales |
 |----------|------------------------------------|----------------------------|
-| smallest | nl4, groups of 128                 | about 4.1                  |
+| smallest | nl3 and nl4, as --target-bpw 4.05  | 4.05                       |
 | balanced | nl4, groups of 32: the default     | about 4.3                  |
 | quality  | nl4, groups of 16                  | about 4.5                  |
 
@@ -30,11 +30,14 @@ from w4conv.scheme import DEFAULT_GROUP_SIZE, KINDS, SCHEME_WORDS
 
 @dataclass(frozen=True, slots=True)
 class Preset:
+    """target: bits a weight, by which schemes are chosen for each matrix; None where all have this one."""
+
     scheme: str
     group_size: int
+    target: str | None = None
 
 
-PRESETS: Final = {"smallest": Preset("nl4", 128), "balanced": Preset("nl4", 32), "quality": Preset("nl4", 16)}
+PRESETS: Final = {"smallest": Preset("nl4", 32, "4.05"), "balanced": Preset("nl4", 32), "quality": Preset("nl4", 16)}
 DEFAULT_PRESET: Final = "balanced"
 TOKENS: Final = {2: 8192, 3: 32768}  # of the calibration set, by effort
 DEFAULT_EFFORT: Final = 2
@@ -51,9 +54,12 @@ def check_words(
     if preset is not None:
         if preset not in PRESETS:
             raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
-        for name, value in (("scheme", scheme), ("group-size", group_size), ("target-bpw", target)):
+        of_scheme = [("scheme", scheme), ("group-size", group_size), ("target-bpw", target)]
+        if PRESETS[preset].target is not None:
+            of_scheme.append(("embeddings", embeddings))
+        for name, value in of_scheme:
             if value is not None:
-                raise UsageError(f"preset {preset} chooses scheme and groups, and {name} says another: leave one out")
+                raise UsageError(f"preset {preset} chooses scheme and groups, and so does {name}: leave one out")
     if effort is None:
         return
     if not 0 <= effort <= max(TOKENS):
@@ -77,8 +83,9 @@ def check_words(
                 raise UsageError(
                     f"effort 1 chooses the groups of each matrix, and {name} says them: leave it out, or say effort 0"
                 )
-    elif target is not None:
-        raise UsageError("target-bpw chooses by sensitivity, and effort 0 looks at none: say effort 1, 2 or 3")
+    elif target is not None or (preset is not None and PRESETS[preset].target is not None):
+        word = "target-bpw" if target is not None else f"preset {preset}"
+        raise UsageError(f"{word} chooses schemes by sensitivity, and effort 0 looks at none: say effort 1, 2 or 3")
 
 
 def coding(preset: str | None, scheme: str | None, group_size: int | str | None) -> tuple[str, int | str]:
