@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import WORDS, make_gguf, make_llama_dir
+from helpers import WORDS, make_llama_dir, make_llama_gguf
 
 from w4conv.commands.quantize import quantize
 from w4conv.container import open_container
@@ -148,7 +148,7 @@ def test_without_a_tokenizer_it_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_what_is_quantized_already_is_kept_unless_one_asks(tmp_path: Path) -> None:
-    path = make_gguf(tmp_path / "m.gguf", "Q4_0") if make_gguf else tmp_path
+    path = make_llama_gguf(tmp_path / "m.gguf", qtype="Q4_0")
     kept = quantize(path, tmp_path / "k.w4", dry_run=True)
     assert (kept.scheme, kept.effort) == ("keep", 0)
     for options in ({"preset": "balanced"}, {"effort": 2}):
