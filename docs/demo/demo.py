@@ -40,8 +40,7 @@ STEPS = (
     Step(f"w4conv quantize {MODEL} kept.w4", ("size ", "digest ", "note    Quantized already")),
     Step(f"w4conv verify kept.w4 --against {MODEL}", ("integrity ", "codes ", "all tensors ", "ok: ")),
     Step(
-        f"w4conv quantize {MODEL} small.w4 --scheme w4a16 --group-size 32 --embeddings int4 \\\n"
-        "    --calibration text.txt --calibration-tokens 1024 --calibration-ctx 128",
+        f"w4conv quantize {MODEL} small.w4 --preset balanced",
         ("size ", "digest ", "note    quantized already and rounded"),
     ),
     Step(
