@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,9 +17,12 @@ from w4conv.container import Layout
 from w4conv.errors import InputError
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, OutputResidual, ScaleError, Solution, solve
+from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.sources.base import Source
 
 _READ_ROWS: Final = 1 << 13
+FEW_TOKENS: Final = 512  # an expert is rounded for so many at least, one in HELD_OUT of them held out
+_LISTED_EXPERTS: Final = 32  # in a note; more are counted
 NORMED_HOOKS: Final = ("qkv", "gate_up")  # their rows are the output of a norm
 
 
@@ -32,6 +35,44 @@ class Observed:
 
     inputs: Inputs
     residual: OutputResidual | None
+
+
+@dataclass(frozen=True, slots=True)
+class FewTokens:
+    """Experts of a layer to which fewer than FEW_TOKENS tokens were routed: they were rounded for the nearest others
+    too."""
+
+    layer: int
+    experts: tuple[int, ...]
+
+
+def summed(blocks: Iterable[tuple[bool, F32Array, F32Array]], where: object, *, threads: int | None) -> Observed:
+    """blocks: whether tokens are held out, rows at a hook (n, n_columns), and their residual (n, n_rows).
+
+    Raises InputError, naming `where`, for rows that are not finite.
+    """
+    sums: list[tuple[Moments, CrossMoments]] = []
+    for held_out, rows, residual in blocks:
+        if not np.isfinite(rows).all():
+            raise InputError(f"{where}: the model's activations are not finite; its weights are broken")
+        width = rows.shape[1]
+        sums = sums or [(Moments(width), CrossMoments(residual.shape[1], width)) for _ in range(2)]
+        moments, cross = sums[held_out]
+        moments.add(rows, threads=threads)
+        cross.add(residual, rows, threads=threads)
+    (fit, fit_residual), (judge, judge_residual) = sums
+    return Observed(
+        Inputs(fit.matrix(), judge.matrix(), threads=threads),
+        OutputResidual(fit_residual.matrix(), judge_residual.matrix()),
+    )
+
+
+def joined(found: Sequence[Solution]) -> Solution:
+    """Of blocks of rows, or of the matrices of a stack, one after another; method and error are those of the first."""
+    blocks = [s.packed for s in found]
+    parts: dict[str, Any] = {kind: np.concatenate([b.parts()[kind] for b in blocks]) for kind in blocks[0].parts()}
+    n_underflowed = sum(b.n_underflowed for b in blocks)
+    return replace(found[0], packed=blocks[0]._replace(**parts, n_underflowed=n_underflowed))
 
 
 class Calibrator(ABC):
@@ -50,6 +91,7 @@ class Calibrator(ABC):
         self._threads, self._solved, self._kept = threads, solved, kept
         # number of matrices by winning method
         self._chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
+        self.few_tokens: list[FewTokens] = []
 
     @abstractmethod
     def take(self, name: str) -> Solution:
@@ -60,18 +102,27 @@ class Calibrator(ABC):
 
     def notes(self) -> list[str]:
         won = ", ".join(f"{method} {n}" for method, n in self._chosen.items() if n)
-        return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
+        notes = [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
+        if self.few_tokens:
+            notes.append(_note(self.few_tokens))
+        return notes
 
     def _solve_matrix(
-        self, t: TensorSpec, observed: Observed, *, of_inputs: bool, query_moments: F32Array | None = None
-    ) -> Solution:
-        """of_inputs: the residual is that of the inputs, not of the outputs. query_moments: as in `solve`."""
-        values = self._source.read(t.name)
-        s = self._solve(t, values, 0, observed, of_inputs=of_inputs, query_moments=query_moments)
+        self, t: TensorSpec, observed: Observed, *, of_inputs: bool, query_moments: F32Array | None = None,
+        index: int | None = None,
+    ) -> Solution:  # fmt: skip
+        """of_inputs: the residual is that of the inputs, not of the outputs. query_moments: as in `solve`. index: of a
+        stack, that matrix."""
+        values = self._values(t, index)
+        s = self._solve(t, values, 0, observed, of_inputs=of_inputs, query_moments=query_moments, index=index)
         if t.name not in self._kept:  # of a layer partly kept, all matrices are solved again
             self._chosen[s.method] += 1
             self._solved(values.nbytes, t.name)
         return s
+
+    def _values(self, t: TensorSpec, index: int | None = None) -> npt.NDArray[Any]:
+        """index: of a stack, that matrix."""
+        return self._source.read(t.name) if index is None else self._source.read(t.name, slice(index, index + 1))[0]
 
     def _solve_rows(self, t: TensorSpec, observed: Observed) -> Solution:
         """Embedding or head, a block of rows at a time."""
@@ -81,16 +132,13 @@ class Calibrator(ABC):
             found.append(self._solve(t, values, row, observed, of_inputs=True))
             self._chosen[found[-1].method] += row == 0
             self._solved(values.nbytes, t.name)
-        blocks = [s.packed for s in found]
-        joined: dict[str, Any] = {kind: np.concatenate([b.parts()[kind] for b in blocks]) for kind in blocks[0].parts()}
-        n_underflowed = sum(b.n_underflowed for b in blocks)
-        return replace(found[0], packed=blocks[0]._replace(**joined, n_underflowed=n_underflowed))
+        return joined(found)
 
     def _solve(
         self, t: TensorSpec, values: npt.NDArray[Any], row: int, observed: Observed, *, of_inputs: bool,
-        query_moments: F32Array | None = None,
+        query_moments: F32Array | None = None, index: int | None = None,
     ) -> Solution:  # fmt: skip
-        """values: rows of t from `row` on."""
+        """values: rows of t from `row` on; index: of its matrix `index`."""
         w = codes.as_f32(values, self._source.tensors[t.name].dtype)
         residual = observed.residual
         if of_inputs and residual is not None:
@@ -102,11 +150,24 @@ class Calibrator(ABC):
                 threads=self._threads,
             )  # fmt: skip
         except ScaleError as error:
-            raise self._bad_value(t.name, error, row + error.row) from None
+            name = t.name if index is None else f"{t.name}: expert {index}"
+            raise self._bad_value(name, error, row + error.row) from None
 
     def _bad_value(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row
         return InputError(f"{self._source.path}: {name}: {error.reason} at row {at}, column {error.column}")
+
+
+def _note(few_tokens: Sequence[FewTokens]) -> str:
+    n = sum(len(few.experts) for few in few_tokens)
+    listed = n <= _LISTED_EXPERTS
+    layers = "; ".join(
+        f"layer {few.layer}: {', '.join(map(str, few.experts)) if listed else len(few.experts)}" for few in few_tokens
+    )
+    return (
+        f"{n} experts saw fewer than {FEW_TOKENS} calibration tokens, and were rounded for the nearest others too: "
+        f"{layers}. A longer text serves them better"
+    )
 
 
 class StatisticsCalibrator(Calibrator):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -51,6 +51,17 @@ class TensorSpec:
     def local_name(self) -> str:
         """The part, with the expert where it has one: unique in its layer."""
         return self.part if self.expert is None else f"experts.{self.expert}.{self.part}"
+
+
+Stack = tuple[TensorSpec, ...]
+
+
+def stacks_of(tensors: Iterable[TensorSpec]) -> list[Stack]:
+    """The matrices of experts that are the same part of a layer together, each other tensor by itself; in order."""
+    found: dict[object, list[TensorSpec]] = {}
+    for t in tensors:
+        found.setdefault(t.name if t.expert is None else (t.layer, t.part), []).append(t)
+    return [tuple(stack) for stack in found.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +154,7 @@ class ModelSpec:
         """Those of one layer."""
         out = [*self._norm(layer, "attention_norm"), *self._attention(layer), *self._norm(layer, "attention_out_norm")]
         out += self._norm(layer, "mlp_norm")
-        out += self._experts(layer) if self.routed(layer) else self._mlp(layer)
+        out += self.expert_tensors(layer) if self.routed(layer) else self._mlp(layer)
         return out + self._norm(layer, "mlp_out_norm")
 
     def used_by_token(self, tensor: TensorSpec, amount: int) -> int:
@@ -228,6 +239,10 @@ class ModelSpec:
             for part in ("gate_proj", "up_proj"):
                 yield from self._linear(layer, f"mlp.{part}", inner, hidden, bias=self.mlp_bias)
         yield from self._linear(layer, "mlp.down_proj", hidden, inner, bias=self.mlp_bias)
+
+    def expert_tensors(self, layer: int) -> list[TensorSpec]:
+        """Router and experts of a layer that has them."""
+        return list(self._experts(layer))
 
     def _experts(self, layer: int) -> Iterator[TensorSpec]:
         assert self.experts is not None
