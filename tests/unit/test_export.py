@@ -482,10 +482,10 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, to: str) -> None:
     kill_an_export(path, out, to)
     assert (tmp_path / "out.partial").exists()
     assert not out.exists()
-    assert "what an interrupted export had left was cleaned up" in export(path, out, to=to).notes
+    assert "the leftover of an interrupted export was removed" in export(path, out, to=to).notes
     assert not (tmp_path / "out.partial").exists()
     assert w4conv.verify(out, against=path).ok
-    assert "what an interrupted export had left was cleaned up" not in export(path, out, to=to, overwrite=True).notes
+    assert "the leftover of an interrupted export was removed" not in export(path, out, to=to, overwrite=True).notes
 
 
 @pytest.mark.parametrize("to", DIRECTORIES)
@@ -519,6 +519,6 @@ def test_a_replacement_cut_short_is_undone_or_finished(tmp_path: Path) -> None:
     assert not old.exists()
     shutil.copytree(out, old)  # as if killed while the old one was removed
     report = export(path, out, to="safetensors", dtype="f16", overwrite=True)
-    assert "what an interrupted export had left was cleaned up" in report.notes
+    assert "the leftover of an interrupted export was removed" in report.notes
     assert not old.exists()
     assert sorted(p.name for p in tmp_path.glob("out*")) == ["out"]

@@ -159,7 +159,7 @@ def test_the_next_conversion_removes_a_leftover(model: Path, whole: bytes, tmp_p
     out = tmp_path / "out.w4"
     interrupt(model, out, 4)
     report = quantize(model, out, effort=0, scheme="w4a16")
-    assert "what an interrupted conversion had left was removed" in report.notes
+    assert "the leftover of an interrupted conversion was removed" in report.notes
     assert out.read_bytes() == whole
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out.w4", "whole.w4"]
 

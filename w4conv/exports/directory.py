@@ -15,7 +15,7 @@ from w4conv.errors import OutputError, UsageError
 from w4conv.files.streams import is_stdout
 from w4conv.files.target import lock_output, output_errors, sync_directory
 
-LEFTOVER: Final = "what an interrupted export had left was cleaned up"
+LEFTOVER: Final = "the leftover of an interrupted export was removed"
 # What a directory may hold to count as a model, so that --overwrite never removes anything else.
 _MODEL_SUFFIXES: Final = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md", ".onnx", ".onnx.data")
 
