@@ -34,7 +34,7 @@ def test_every_need_can_fail() -> None:
     tried = [
         {}, {"out": "-"}, {"dry_run": True, "out": "x"}, {"json": True}, {"scheme": "f16"}, {"temperature": 0.0},
         {"to": "gguf"}, {"to": "onnx"}, {"inputs": ["a.w4"]}, {"html": "-"}, {"rounds_again": False},
-        {"has_integers": False}, {"has_floats": False}, {"is_container": False},
+        {"has_integers": False}, {"has_floats": False}, {"is_container": False}, {"calibrates": False},
     ]  # fmt: skip
     for command, table in COMMANDS.items():
         for option, needs in table.items():
@@ -51,8 +51,8 @@ ALL_ACT: tuple[dict[str, object], ...] = (
 )  # fmt: skip
 
 IDLE = [
-    ("quantize {hf} o.w4 --calibration-tokens 64", "--calibration-tokens"),
-    ("quantize {hf} o.w4 --calibration-ctx 64", "--calibration-ctx"),
+    ("quantize {hf} o.w4 --effort 0 --calibration-tokens 64", "--calibration-tokens"),
+    ("quantize {hf} o.w4 --scheme w8a16 --calibration-ctx 64", "--calibration-ctx"),
     ("quantize {hf} o.w4 --scheme f16 --group-size 64", "--group-size"),
     ("quantize {hf} o.w4 --scheme keep --group-size row", "--group-size"),
     ("quantize {hf} o.w4 --scheme bf16 --method rtn", "--method"),

@@ -38,7 +38,7 @@ def shell(folder: Path, line: str) -> tuple[int, str, str]:
         ("$W verify {w4} --json >&- 2>err", 4, "standard output"),
         ("$W diff {w4} {w4} >&- 2>err", 4, "standard output"),
         ("$W run {w4} -p a -n 2 >&- 2>err", 4, "standard output"),
-        ("$W quantize {hf} - >&- 2>err", 4, "standard output"),
+        ("$W quantize --effort 0 --scheme w4a16 {hf} - >&- 2>err", 4, "standard output"),
         ("$W export {w4} - --to gguf >&- 2>err", 4, "standard output"),
         (f"$W cat {{w4}} {TENSOR} >&- 2>err", 4, "standard output"),
         (f"$W cat {{w4}} {TENSOR} >/dev/full 2>err", 4, "No space left"),
@@ -48,15 +48,15 @@ def shell(folder: Path, line: str) -> tuple[int, str, str]:
         ("$W inspect absent 2>&- >out", 3, ""),
         ("$W inspect absent 2>/dev/full >out", 3, ""),
         ("$W nonsense 2>/dev/full >out", 2, ""),
-        ("$W quantize {hf} - 2>&- >out.w4", 0, ""),
-        ("$W quantize {hf} - --json 2>&- >out.w4", 4, ""),
+        ("$W quantize --effort 0 --scheme w4a16 {hf} - 2>&- >out.w4", 0, ""),
+        ("$W quantize --effort 0 --scheme w4a16 {hf} - --json 2>&- >out.w4", 4, ""),
         ("$W run {w4} -p a -n 2 --stats 2>&- >out", 0, ""),
         ("$W run {w4} -n 2 <&- >out 2>err", 3, "standard input"),
         ("$W inspect - <&- >out 2>err", 3, "standard input is closed"),
         ("$W verify - <&- >out 2>err", 3, "standard input is closed"),
         ("$W inspect absent <&- >&- 2>&-", 3, ""),
         ("$W inspect {w4} <&- >&- 2>&-", 4, ""),
-        ("$W quantize {hf} new.w4 <&- >/dev/null 2>&-", 0, ""),
+        ("$W quantize --effort 0 --scheme w4a16 {hf} new.w4 <&- >/dev/null 2>&-", 0, ""),
     ],
 )
 def test_closed_and_full_streams(
@@ -71,7 +71,7 @@ def test_no_message_gets_into_a_file(container: Path, checkpoint: Path, tmp_path
     """A file opened while a stream is closed must not take its number."""
     for closed in (">&-", "2>&-", "<&-", ">&- 2>&- <&-"):
         streams = ">/dev/null 2>/dev/null " + closed  # the last that is said of a stream counts
-        shell(tmp_path, f"$W quantize {checkpoint} new.w4 --overwrite {streams}")
+        shell(tmp_path, f"$W quantize --effort 0 --scheme w4a16 {checkpoint} new.w4 --overwrite {streams}")
         assert (tmp_path / "new.w4").read_bytes() == container.read_bytes()
 
 

@@ -71,7 +71,7 @@ def test_a_sync_that_fails(model: Path, shim: Path, tmp_path: Path, resume: tupl
     """Even --resume keeps nothing then: after a failed sync the disk may differ from what a read gives."""
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "fsync", "W4_FAIL_ERRNO": str(errno.EIO)}
-    assert_refused(quantize(model, out, *resume, **failing, effort=0, scheme="w4a16"), str(out), os.strerror(errno.EIO))
+    assert_refused(quantize(model, out, *resume, **failing), str(out), os.strerror(errno.EIO))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,7 +80,7 @@ def test_a_sync_that_fails(model: Path, shim: Path, tmp_path: Path, resume: tupl
 def test_a_write_that_fails(model: Path, shim: Path, tmp_path: Path, number: int) -> None:
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "write", "W4_FAIL_ERRNO": str(number), "W4_FAIL_AFTER": "20"}
-    assert_refused(quantize(model, out, **failing, effort=0, scheme="w4a16"), str(out), os.strerror(number))
+    assert_refused(quantize(model, out, **failing), str(out), os.strerror(number))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,12 +88,12 @@ def test_a_write_that_fails(model: Path, shim: Path, tmp_path: Path, number: int
 def test_a_write_that_fails_is_resumed(model: Path, shim: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "write", "W4_FAIL_ERRNO": str(errno.EDQUOT), "W4_FAIL_AFTER": "40"}  # fmt: skip  # noqa: E501 - one call
-    assert_refused(quantize(model, out, "--resume", **failing, effort=0, scheme="w4a16"), os.strerror(errno.EDQUOT))
+    assert_refused(quantize(model, out, "--resume", **failing), os.strerror(errno.EDQUOT))
     assert [file.name for file in tmp_path.iterdir()] == ["out.w4.partial"]
-    done = quantize(model, out, "--resume", effort=0, scheme="w4a16")
+    done = quantize(model, out, "--resume")
     assert done.returncode == 0
     assert "resumed:" in done.stdout
-    quantize(model, tmp_path / "whole.w4", effort=0, scheme="w4a16")
+    quantize(model, tmp_path / "whole.w4")
     assert out.read_bytes() == (tmp_path / "whole.w4").read_bytes()
 
 
@@ -101,12 +101,10 @@ def test_a_write_that_fails_is_resumed(model: Path, shim: Path, tmp_path: Path) 
 def test_a_directory_that_cannot_be_synced(model: Path, shim: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.w4"
     failing = {"LD_PRELOAD": str(shim), "W4_FAIL_CALL": "fsyncdir", "W4_FAIL_ERRNO": str(errno.EIO)}
-    assert_refused(
-        quantize(model, out, **failing, effort=0, scheme="w4a16"), "is complete, but", os.strerror(errno.EIO)
-    )
+    assert_refused(quantize(model, out, **failing), "is complete, but", os.strerror(errno.EIO))
     assert [file.name for file in tmp_path.iterdir()] == ["out.w4"]
     failing["W4_FAIL_ERRNO"] = str(errno.EINVAL)  # a file system where directories cannot be synced at all
-    assert quantize(model, out, "--overwrite", **failing, effort=0, scheme="w4a16").returncode == 0
+    assert quantize(model, out, "--overwrite", **failing).returncode == 0
 
 
 @pytest.fixture
@@ -120,7 +118,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_too_small_is_known_beforehand(model: Path, small_disk: Path) -> None:
-    run = quantize(model, small_disk / "out.w4", effort=0, scheme="w4a16")
+    run = quantize(model, small_disk / "out.w4")
     assert_refused(run, "bytes are needed, but only")
     assert list(small_disk.iterdir()) == []
 
@@ -153,7 +151,7 @@ main()
 
 def test_a_read_only_disk(model: Path, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    run = quantize(model, small_disk / "out.w4", effort=0, scheme="w4a16")
+    run = quantize(model, small_disk / "out.w4")
     assert_refused(run, "no permission to create files")
 
 

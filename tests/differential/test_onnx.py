@@ -175,7 +175,7 @@ def test_one_operator(tmp_path: Path, kind: str) -> None:
 def test_there_and_back(tmp_path: Path) -> None:
     path = recoded(converted(tmp_path, **SHAPE), lambda n, s: INT4Z if "up_proj" in n else None)
     export(path, tmp_path / "out", to="onnx")
-    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", effort=0, scheme="w4a16")
+    w4conv.quantize(tmp_path / "out", tmp_path / "again.w4", effort=0)
     assert parts(tmp_path / "again.w4") == parts(path)
     assert w4conv.verify(tmp_path / "again.w4", against=tmp_path / "out").ok
 
