@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kRows = 64, kColumns = 1024, kGroup = 128;
 
 Kind kind_named(const std::string& name) {
-  const char* names[] = {"int4", "int4z", "int4o", "e2m1", "iq4nl", "nl4", "nl3",
+  const char* names[] = {"int4", "int4z", "int4o", "e2m1",  "iq4nl", "nl4",  "nl3",
                          "nf4",  "fp4",   "int8",  "int8o", "f16",   "bf16", "f32"};
   for (int i = 0; i < 14; i++) {
     if (name == names[i]) return static_cast<Kind>(i);

@@ -1,7 +1,7 @@
 // Rows of a coded matrix as float32 (w4-codes 5), and how far two rows are from one another.
 
-// The dwords of one row, so many at a time, side by side: n from `first` on, counted by the columns of a dword. Of codes of 3
-// bits, the fourth dword of 32 columns is made of the three that there are.
+// The dwords of one row, so many at a time, side by side: n from `first` on, counted by the columns of a dword. Of codes of
+// 3 bits, the fourth dword of 32 columns is made of the three that there are.
 constexpr int64_t kRowDwords = 64;
 inline void gather_dwords(const Matrix& w, const uint32_t* lines, int64_t first, int64_t n, uint32_t* out) {
   for (int64_t i = 0; i < n; i++) {

@@ -249,7 +249,7 @@ TileStatus quantize_tile(const uint8_t* rows, int64_t row_nbytes, Dtype dtype, i
     case Kind::kIq4nl:
     case Kind::kInt8o:  // only taken over from packed checkpoints
     case Kind::kNl4:
-    case Kind::kNl3:    // search_scales
+    case Kind::kNl3:  // search_scales
     case Kind::kF16:
     case Kind::kBf16:
     case Kind::kF32:  // pack_tile

@@ -231,7 +231,7 @@ void int_decode_tiles(const Matrix& w, const IntActivations& x, float* y, int64_
   const Scaling scaling = scaling_of(w);
   constexpr Codes kCodes = of_whole_lines(kStored);
   constexpr bool kHasShifts = kCodes == Codes::kByteLevels || kCodes == Codes::kWordLevels;
-  auto decode = int_decode<kStored, kBits, kHasShifts ? Scaling::kShifted : Scaling::kAny>;
+  auto decode = int_decode < kStored, kBits, kHasShifts ? Scaling::kShifted : Scaling::kAny > ;
   if constexpr (!are_of_three(kStored)) {  // which have no other scales
     if (scaling == Scaling::kAny) decode = int_decode<kStored, kBits, Scaling::kAny>;
     if (scaling == Scaling::kF16) decode = int_decode<kStored, kBits, Scaling::kF16>;

@@ -101,8 +101,8 @@ template <class Dword>
 inline Dword last_of_four(Dword a, Dword b, Dword c) {
   return (a >> 3 & 0x11111111u) | (b >> 2 & 0x22222222u) | (c >> 1 & 0x44444444u);
 }
-// Where a block8 begins in the lines of a tile, and a vector of rows of it. Of codes of 3 bits the fourth of four begins where
-// the first does.
+// Where a block8 begins in the lines of a tile, and a vector of rows of it. Of codes of 3 bits the fourth of four begins
+// where the first does.
 template <Codes kCodes>
 constexpr int64_t line_of(int64_t block8) {
   if constexpr (are_of_three(kCodes)) return block8 / 4 * 3 + (block8 % 4 < 3 ? block8 % 4 : 0);
