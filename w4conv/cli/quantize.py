@@ -79,8 +79,8 @@ def quantize(
     scheme: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(SCHEME_WORDS),
-            help="Coding of linear weights [default: keep where IN has codes that can be kept, else nl4]",
+            metavar="SCHEME",
+            help=f"Coding of linear weights: {', '.join(SCHEME_WORDS)} [default: keep where IN has codes that can be kept, else nl4]",
             autocompletion=one_of(SCHEME_WORDS),
         ),
     ] = None,
@@ -95,8 +95,8 @@ def quantize(
     embeddings: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(EMBEDDINGS),
-            help="Coding of embedding and head [default: int8, or as the scheme where that is nl4, a float type or "
+            metavar="SCHEME",
+            help=f"Coding of embedding and head: {', '.join(EMBEDDINGS)} [default: int8, or as the scheme where that is nl4, a float type or "
             "keep; nl4 for nl3]",
             autocompletion=one_of(EMBEDDINGS),
         ),
