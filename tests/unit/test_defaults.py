@@ -90,7 +90,8 @@ def test_effort_1_shares_out_the_same_bytes(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "effort"),
     [
-        ({"scheme": "w4a16"}, 2), ({"scheme": "nf4", "group_size": 32}, 2), ({"group_size": 64}, 2), ({"scheme": "w8a16"}, 0),
+        ({"scheme": "w4a16"}, 2), ({"scheme": "nf4", "group_size": 32}, 2), ({"group_size": 64}, 2),
+        ({"scheme": "w8a16"}, 0),
         ({"scheme": "bf16"}, 0), ({"scheme": "keep"}, 0), ({"method": "rtn"}, 0), ({"method": "gptq"}, 2),
         ({"architecture": "generic"}, 0), ({"target_bpw": 5}, 2), ({"embeddings": "f16"}, 2),
     ],
@@ -142,7 +143,7 @@ def test_a_text_of_ones_own_has_the_tokens_of_the_effort(model: Path, text: Path
 
 def test_without_a_tokenizer_it_says_what_to_do(tmp_path: Path) -> None:
     bare = make_llama_dir(tmp_path / "bare", layers=1, tokenizer=False)
-    with pytest.raises(InputError, match="no tokenizer.json, without which no calibration set.*--effort 0"):
+    with pytest.raises(InputError, match=r"no tokenizer\.json, without which no calibration set.*--effort 0"):
         quantize(bare, tmp_path / "o.w4")
     assert quantize(bare, tmp_path / "o.w4", effort=0).effort == 0
 

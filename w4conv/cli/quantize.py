@@ -80,7 +80,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SCHEME",
-            help=f"Coding of linear weights: {', '.join(SCHEME_WORDS)} [default: keep where IN has codes that can be kept, else nl4]",
+            help=f"Coding of linear weights: {', '.join(SCHEME_WORDS)} [default: keep where IN has codes that can be "
+            "kept, else nl4]",
             autocompletion=one_of(SCHEME_WORDS),
         ),
     ] = None,
@@ -96,8 +97,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SCHEME",
-            help=f"Coding of embedding and head: {', '.join(EMBEDDINGS)} [default: int8, or as the scheme where that is nl4, a float type or "
-            "keep; nl4 for nl3]",
+            help=f"Coding of embedding and head: {', '.join(EMBEDDINGS)} [default: int8, or as the scheme where that "
+            "is nl4, a float type or keep; nl4 for nl3]",
             autocompletion=one_of(EMBEDDINGS),
         ),
     ] = None,
