@@ -13,7 +13,6 @@ from w4conv.arguments import count, optional_count, path_of
 from w4conv.calibration import builtin
 from w4conv.calibration.experts import FewTokens
 from w4conv.calibration.resolve import calibration_path, check_calibration, open_calibration, resolve_calibration
-from w4conv.calibration.resolve import calibration_path, check_calibration, open_calibration, resolve_calibration
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion import defaults
