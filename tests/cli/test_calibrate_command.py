@@ -25,7 +25,7 @@ def test_from_text_to_container(w4: Runner, checkpoint: Path, text: Path, tmp_pa
     piped = w4("calibrate", checkpoint, text, "-o", "-", *SMALL).done()
     assert piped.raw == (tmp_path / "s.safetensors").read_bytes()
     assert digest in piped.err
-    said = w4("quantize", checkpoint, "o.w4", "--calibration", "s.safetensors").done()
+    said = w4("quantize", checkpoint, "o.w4", "--scheme", "w4a16", "--calibration", "s.safetensors").done()
     assert "awq: channels scaled" in said.out
     said = w4("verify", "o.w4", "--against", checkpoint).done()
     assert f"awq needs its statistics, blake3 {digest[:16]}.." in said.out

@@ -112,7 +112,7 @@ def convert(case: Case, folder: Path) -> Path:
     """The container of a case, made once."""
     path = folder / f"{case.container.replace('/', '-')}.w4"
     if not path.exists():
-        w4conv.quantize(source_of(case.checkpoint, folder), path, **SCHEMES[case.scheme], effort=0, scheme="w4a16")
+        w4conv.quantize(source_of(case.checkpoint, folder), path, effort=0, **SCHEMES[case.scheme])
     return path
 
 

@@ -455,11 +455,11 @@ def test_default_scheme(tmp_path: Path) -> None:
     assert not report.notes
     again = w4conv.quantize(directory, tmp_path / "b.w4", scheme="w4a16", effort=0)
     assert any("rounded a second time: 7 tensors, gptq_4bit_g32 as int4/g128" in note for note in again.notes)
-    assert w4conv.quantize(directory, tmp_path / "c.w4", group_size=64, effort=0).scheme == "w4a16", (
+    assert w4conv.quantize(directory, tmp_path / "c.w4", group_size=64, effort=0).scheme == "nl4", (
         "an option that rounds"
     )
     plain = converted(tmp_path / "p")
-    assert w4conv.quantize(tmp_path / "p/in", plain, overwrite=True, effort=0).scheme == "w4a16"
+    assert w4conv.quantize(tmp_path / "p/in", plain, overwrite=True, effort=0).scheme == "nl4"
     with w4conv.Model(tmp_path / "a.w4") as model:
         assert np.isfinite(model.logits([1, 2, 3])).all()
 

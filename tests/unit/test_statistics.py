@@ -109,7 +109,7 @@ def test_moments_without_those_of_pairs(files: dict[bool, Path]) -> None:
 )
 def test_conversions(files: dict[bool, Path], model: Path, tmp_path: Path, full: bool, method: str | None) -> None:
     options: dict[str, Any] = {"calibration": files[full], "method": method, "embeddings": "int4", "group_size": 32}
-    report = quantize(model, tmp_path / "o.w4", threads=1, **options, effort=0, scheme="w4a16")
+    report = quantize(model, tmp_path / "o.w4", threads=1, **options, scheme="w4a16")
     assert report.method == (method or ("best" if full else "awq"))
     with open_container(tmp_path / "o.w4") as container:
         record = container.provenance["calibration"]
@@ -126,10 +126,9 @@ def test_conversions(files: dict[bool, Path], model: Path, tmp_path: Path, full:
             resume=True,
             progress=Stop(6 + 14 * (report.method == "awq")),
             **options,
-            effort=0,
             scheme="w4a16",
         )
-    resumed = quantize(model, again, resume=True, **options, effort=0, scheme="w4a16")
+    resumed = quantize(model, again, resume=True, **options, scheme="w4a16")
     assert any(note.startswith("resumed: ") for note in resumed.notes)
     assert again.read_bytes() == (tmp_path / "o.w4").read_bytes()
 
