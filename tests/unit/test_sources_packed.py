@@ -147,7 +147,7 @@ def test_gptq_reordered_columns_are_exact_as_floats_only(tmp_path: Path) -> None
     check(directory, packed.gptq, "f32")
     report = w4conv.quantize(directory, tmp_path / "o.w4", requantize=True, effort=0)
     assert any(
-        "rounded a second time: 7 tensors, gptq_4bit_g32_reordered as int4/g128" in note for note in report.notes
+        "rounded a second time: 7 tensors, gptq_4bit_g32_reordered as nl4/g32" in note for note in report.notes
     )
 
 
