@@ -146,9 +146,7 @@ def test_gptq_reordered_columns_are_exact_as_floats_only(tmp_path: Path) -> None
     assert not (tmp_path / "o.w4").exists()
     check(directory, packed.gptq, "f32")
     report = w4conv.quantize(directory, tmp_path / "o.w4", requantize=True, effort=0)
-    assert any(
-        "rounded a second time: 7 tensors, gptq_4bit_g32_reordered as nl4/g32" in note for note in report.notes
-    )
+    assert any("rounded a second time: 7 tensors, gptq_4bit_g32_reordered as nl4/g32" in note for note in report.notes)
 
 
 def test_gptq_8_bits(tmp_path: Path) -> None:
