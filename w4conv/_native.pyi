@@ -199,3 +199,33 @@ class Model:
 def gated(pool: Pool, activation: str, gate: npt.NDArray[np.float32], up: npt.NDArray[np.float32], n: int) -> None: ...
 def softmax(x: npt.NDArray[np.float32], n: int) -> None: ...
 def new_model(config: ModelConfig, threads: int) -> Model: ...
+
+class Sampler:
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: tuple[int, int],
+        choice: int,
+        repetition: float,
+        presence: float,
+        frequency: float,
+        bias_ids: npt.NDArray[np.int32],
+        bias: npt.NDArray[np.float32],
+    ) -> None: ...
+    def see(self, tokens: npt.NDArray[np.int32]) -> None: ...
+
+def choose(
+    pool: Pool, logits: npt.NDArray[np.float32], samplers: list[Sampler], out: npt.NDArray[np.int32]
+) -> None: ...
+def log_sums(
+    pool: Pool,
+    logits: npt.NDArray[np.float32],
+    tops: npt.NDArray[np.float32],
+    tokens: npt.NDArray[np.int32],
+    sums: npt.NDArray[np.uint64],
+) -> None: ...
+def largest(logits: npt.NDArray[np.float32], out: npt.NDArray[np.int32]) -> None: ...
+def random_word(seed: tuple[int, int], position: int, choice: int) -> int: ...

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from w4conv.runtime.chat import ChatTemplate
 from w4conv.runtime.engine import Model
-from w4conv.runtime.generation import Generation, generate_text
-from w4conv.runtime.sampling import Sampler
+from w4conv.runtime.generation import Generation, TextStream, generate_text
 from w4conv.runtime.tokenizer import Tokenizer
 
 ARTICLE = """\
@@ -54,17 +53,16 @@ PROMPTS = {
 def answer(model: Model, tokenizer: Tokenizer, prompt: str, lookup: int, n_tokens: int) -> Generation:
     template = ChatTemplate.from_blobs(model.container.blobs)
     text = template.render([{"role": "user", "content": prompt}], special_tokens=tokenizer.special_tokens)
-    return generate_text(
+    stream = TextStream(
         model,
         tokenizer,
         tokenizer.encode(text, add_bos=False),
         max_tokens=n_tokens,
-        sampler=Sampler(),
         stop_ids=tokenizer.stop_ids(chat=True),
         at_start=True,
-        on_piece=lambda _: None,
         lookup=lookup,
     )
+    return generate_text(stream, on_piece=lambda _: None)
 
 
 def main() -> None:

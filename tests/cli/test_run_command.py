@@ -216,7 +216,10 @@ def test_json_has_the_ids_and_what_cut_an_answer_is_said(w4: Runner, stories: Pa
     assert tokenizer.decode(result["prompt_ids"]) == "Once upon"
     assert tokenizer.decode(result["prompt_ids"] + result["generated_ids"]) == "Once upon" + result["text"]
     assert (len(result["generated_ids"]), result["end_id"], result["finish"]) == (12, None, "length")
-    assert result["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    assert result["sampling"] == {
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
+    }  # fmt: skip
     assert "cut after 12 tokens" in w4("run", stories, "-p", "Once upon", "-n", 12).done().err
     full = w4("run", stories, "-p", "Once upon", "--ctx", 8).done()
     assert "the context of 8 tokens is full" in full.err

@@ -18,10 +18,10 @@ from w4conv.commands.cat import cat
 from w4conv.commands.export import export
 from w4conv.errors import UsageError
 from w4conv.runtime.engine import Model
-from w4conv.runtime.generation import generate_text
+from w4conv.runtime.generation import TextStream, generate_text
 from w4conv.runtime.layers import LayeredContainer
 from w4conv.runtime.lookup import PromptLookup
-from w4conv.runtime.sampling import Sampler
+from w4conv.runtime.sampling import Sampler, Sampling
 from w4conv.runtime.tokenizer import Tokenizer
 
 # What is no count anywhere, as a test's name and a value.
@@ -66,9 +66,7 @@ class Place:
     def generate_text(self, **options: Any) -> object:
         tokenizer = Tokenizer(self.model.container.blobs)
         given = {"max_tokens": 2} | options
-        return generate_text(
-            self.model, tokenizer, [1, 2], sampler=Sampler(), stop_ids=(), at_start=True, on_piece=len, **given
-        )
+        return generate_text(TextStream(self.model, tokenizer, [1, 2], at_start=True, **given), on_piece=len)
 
     def truncate(self, n: Any) -> object:
         session = self.model.session()
@@ -103,8 +101,11 @@ COUNTS: dict[str, Callable[[Place, Any], object]] = {
     "append": lambda p, n: p.model.session().append((1, n)),
     "truncate": lambda p, n: p.truncate(n),
     "PromptLookup": lambda _, n: PromptLookup(n),
-    "Sampler top_k": lambda _, n: Sampler(temperature=1, top_k=n),
-    "Sampler seed": lambda _, n: Sampler(temperature=1, seed=n),
+    "generate_text logprobs": lambda p, n: p.generate_text(logprobs=n),
+    "Sampling top_k": lambda _, n: Sampling(temperature=1, top_k=n),
+    "Sampling seed": lambda _, n: Sampling(temperature=1, seed=n),
+    "Sampling bias": lambda _, n: Sampling(logit_bias={n: 1}),
+    "Sampler choice": lambda _, n: Sampler(Sampling(), choice=n),
     "bench prompt": lambda p, n: p.bench(n_prompt=n),
     "bench tokens": lambda p, n: p.bench(n_tokens=n),
     "bench rounds": lambda p, n: p.bench(rounds=n),
@@ -114,7 +115,7 @@ COUNTS: dict[str, Callable[[Place, Any], object]] = {
 }
 # Where 0 means something of its own; elsewhere it is refused too, and is never the default.
 ZERO = ("quantize group_size", "quantize gptq_zero15", "generate max_tokens", "generate_text", "logits", "append",
-        "truncate", "PromptLookup", "Sampler", "generate stop_ids", "generate prompt")  # fmt: skip
+        "truncate", "PromptLookup", "Sampl", "generate stop_ids", "generate prompt")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_what_is_no_count_is_refused(argument: str, place: Place) -> None:
 @pytest.mark.parametrize("argument", [name for name in COUNTS if "seed" not in name and "tokens" not in name])
 def test_counts_are_bounded(argument: str, place: Place) -> None:
     """A Python integer has no limit; each number is bounded by its range, or by what it counts."""
-    unbounded = ("quantize calibration", "verify chunks", "Model kv_memory", "Sampler", "bench rounds")
+    unbounded = ("quantize calibration", "verify chunks", "Model kv_memory", "Sampling seed", "bench rounds")
     for value in (2**63, 10**30, 10**5000):
         if not argument.startswith(unbounded):
             with pytest.raises(UsageError):
@@ -152,7 +153,7 @@ GOOD: dict[str, tuple[str, int]] = {
     "threads": ("quantize threads", 2), "group": ("quantize group_size", 64), "row": ("quantize group_size", 0),
     "tokens": ("quantize calibration_tokens", 512), "ctx": ("verify ctx", 16), "model": ("Model ctx", 9),
     "ids": ("logits", 299), "id 0": ("append", 0), "stop": ("generate stop_ids", 7), "none": ("generate max_tokens", 0),
-    "seed": ("Sampler seed", 2**31), "cut": ("truncate", 3), "chunks": ("verify chunks", 1),
+    "seed": ("Sampling seed", 2**31), "cut": ("truncate", 3), "chunks": ("verify chunks", 1),
 }  # fmt: skip
 
 
@@ -246,18 +247,19 @@ def test_what_is_no_flag_overwrites_nothing(value: Any, place: Place) -> None:
 
 
 @pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), -0.1, None, [0.5], 10**400, np.bool_(True)])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
 def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name.replace("_", "-")):
-        Sampler(**{"temperature": 1.0, name: value})
+        Sampling(**{"temperature": 1.0, name: value})
 
 
 def test_samplers_take_numbers_of_every_kind() -> None:
     logits = np.arange(9, dtype=np.float32)
-    plain = Sampler(temperature=0.5, top_k=3, top_p=0.5, seed=1)(logits)
-    assert (
-        Sampler(temperature=np.float32(0.5), top_k=np.int8(3), top_p=np.float64(0.5), seed=np.int64(1))(logits) == plain
-    )
+    plain = Sampler(Sampling(temperature=0.5, top_k=3, top_p=0.5, seed=1))(logits)
+    of_numpy = Sampling(temperature=np.float32(0.5), top_k=np.int8(3), top_p=np.float64(0.5), seed=np.int64(1))  # type: ignore[arg-type]  # numbers of numpy
+    assert Sampler(of_numpy)(logits) == plain
 
 
 @pytest.mark.parametrize("words", ["", "none", 3, None])

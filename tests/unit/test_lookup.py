@@ -13,9 +13,9 @@ from stories import trained
 import w4conv
 from w4conv.errors import UsageError
 from w4conv.runtime.engine import Model
-from w4conv.runtime.generation import Generation, generate_text
+from w4conv.runtime.generation import Generation, TextStream, generate_text
 from w4conv.runtime.lookup import NGRAM, PromptLookup
-from w4conv.runtime.sampling import Sampler
+from w4conv.runtime.sampling import Sampling
 from w4conv.runtime.tokenizer import Tokenizer
 
 
@@ -53,17 +53,11 @@ def generate(path: Path, lookup: int, *, temperature: float, max_tokens: int) ->
     with Model(path, threads=1) as model:
         tokenizer = Tokenizer(model.container.blobs)
         story = "Once upon a time, there was a cat. The cat was big. The cat was red. Once upon a time, there"
-        return generate_text(
-            model,
-            tokenizer,
-            tokenizer.encode(story),
-            max_tokens=max_tokens,
-            sampler=Sampler(temperature=temperature, seed=3),
-            stop_ids=(),
-            at_start=False,
-            on_piece=lambda _: None,
-            lookup=lookup,
+        sampling = Sampling(temperature=temperature, seed=3)
+        stream = TextStream(
+            model, tokenizer, tokenizer.encode(story), max_tokens=max_tokens, sampling=sampling, lookup=lookup
         )
+        return generate_text(stream, on_piece=lambda _: None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -23,7 +23,7 @@ from w4conv.measure.divergence import Comparison, kullback_leibler, log_softmax
 from w4conv.measure.perplexity import estimate, increase, negative_log_likelihoods
 from w4conv.models.rope import RopeSpec
 from w4conv.quantization.query_moments import RopeAverage
-from w4conv.runtime.sampling import Sampler
+from w4conv.runtime.sampling import Sampler, Sampling, logprob
 
 F64 = npt.NDArray[np.float64]
 
@@ -74,8 +74,8 @@ MEASURES: dict[str, Callable[[], object]] = {
     "increase of a perplexity": lambda: increase(spread_nlls()[::2], spread_nlls()[1::2]),
     "log-softmax": lambda: [log_softmax(row) for row in logits()],
     "divergence": lambda: comparison().divergence(),
-    "probabilities": lambda: Sampler(temperature=0.7, top_k=5000, top_p=0.9).probabilities(logits()[0]),
-    "draws": lambda: [Sampler(temperature=0.9, seed=3)(row) for row in logits()],
+    "draws": lambda: [Sampler(Sampling(temperature=0.9, top_p=0.95, seed=3))(row) for row in logits()],
+    "log-probabilities": lambda: [logprob(row, 7, n_top=5) for row in logits()],
     "frequencies": lambda: RopeSpec(1e6, "llama3", 8.0, 1.0, 4.0, 8192).inverse_frequencies(128),
     "dynamic frequencies": lambda: RopeSpec(1e4, "dynamic", 4.0, original_max_positions=512).tables(128, 2048),
     "query second moments": query_moments,

@@ -58,6 +58,30 @@ def run(
         float, typer.Option(metavar="X", help="Draw from tokens at least X times as probable as the first; 0 is off")
     ] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same text")] = 0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Divide the logits above 0 of tokens in the text, multiply the others; 1 is off"
+        ),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Take X off the logits of tokens in the answer; 0 is off")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(metavar="X", help="The same, times how often they are there; 0 is off")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=X", help="Add X to the logit of a token; -inf rules it out. May be given again"),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End the answer before this text. May be given again"),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="With --json: log-probability of each token, and of the N most probable"),
+    ] = None,
     ctx: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens of prompt and answer together [default: the model's limit]"),
@@ -89,15 +113,20 @@ def run(
     latter two has cut it. On a terminal, control characters in it are shown as escapes. With --json it comes at the
     end, with the ids of its tokens and the figures of --stats.
     """
-    from w4conv.commands.run import Sampling
     from w4conv.commands.run import run as generate
+    from w4conv.runtime.sampling import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=_biases(logit_bias or []),
+    )  # fmt: skip
     text = _read_prompt(prompt, prompt_file)
     with generate(
         file, text, max_tokens=n, chat=chat, chat_template=chat_template, special_tokens=special_tokens,
-        sampling=sampling, ctx=ctx, lookup=lookup, kv=kv, kv_memory=kv_memory, activations=activations, threads=threads,
-        on_piece=None if json else _stream, on_note=partial(print_message, "note"),
+        sampling=sampling, stop=stop or (), logprobs=logprobs, ctx=ctx, lookup=lookup, kv=kv, kv_memory=kv_memory,
+        activations=activations, threads=threads, on_piece=None if json else _stream,
+        on_note=partial(print_message, "note"),
     ) as report:  # fmt: skip
         if json:
             _output.write_json("run", report)
@@ -114,6 +143,24 @@ def run(
 
 def _stream(piece: str) -> None:
     _output.write(_output.streamed(piece))
+
+
+def _biases(given: list[str]) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for text in given:
+        token, _, value = text.partition("=")
+        try:
+            if not (token.isascii() and token.isdecimal()):
+                raise ValueError
+            number = float(value)
+        except ValueError:
+            raise UsageError(
+                f"--logit-bias {text!r} is no ID=VALUE, such as 29871=-5 or 13=-inf; ids are in the output of --json"
+            ) from None
+        if int(token) in out:
+            raise UsageError(f"--logit-bias names token {token} twice")
+        out[int(token)] = number
+    return out
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:

@@ -168,7 +168,10 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[Need, ...]]]] = {
         "chat_template": (Need(_has("chat"), "without --chat: it chooses a template"),),
         "special_tokens": ALWAYS,
         "temperature": ALWAYS, "top_k": _DRAWS,
-        "top_p": _DRAWS, "min_p": _DRAWS, "seed": _DRAWS, "ctx": ALWAYS, "lookup": ALWAYS, "kv": ALWAYS,
+        "top_p": _DRAWS, "min_p": _DRAWS, "seed": _DRAWS, "repetition_penalty": ALWAYS, "presence_penalty": ALWAYS,
+        "frequency_penalty": ALWAYS, "logit_bias": ALWAYS, "stop": ALWAYS,
+        "logprobs": (Need(_has("json"), "without --json: it is part of that"),),
+        "ctx": ALWAYS, "lookup": ALWAYS, "kv": ALWAYS,
         "kv_memory": ALWAYS, "activations": (_INTEGERS,), "threads": ALWAYS, "stats": ALWAYS, "json": ALWAYS,
     },
     "export": {

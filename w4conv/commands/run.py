@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from w4conv.commands.options import has_integers, refuse_idle
 from w4conv.container import open_container
 from w4conv.runtime.chat import ChatTemplate, encode_chat
 from w4conv.runtime.engine import Model
-from w4conv.runtime.generation import Generation, generate_text, resident_memory
-from w4conv.runtime.sampling import Sampler
+from w4conv.runtime.generation import Generation, TextStream, generate_text, resident_memory
+from w4conv.runtime.sampling import Sampling, TokenLogprob
 from w4conv.runtime.tokenizer import Tokenizer
 from w4conv.sizes import nbytes_of
 
@@ -47,29 +47,32 @@ class RunStatistics:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens were chosen, by the options of run; temperature 0: always the most probable one."""
+class Alternative:
+    """A token: its id, its text as the vocabulary has it, and the natural logarithm of its probability."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    id: int
+    token: str
+    logprob: float
 
-    def __post_init__(self) -> None:
-        self.sampler()  # raises for what it does not take
 
-    def sampler(self) -> Sampler:
-        return Sampler(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
-        )
+@dataclass(frozen=True)
+class TokenReport:
+    """A token of the answer, as an Alternative; top: the most probable tokens in its place, falling. By the model's own
+    logits: before bias, penalties, temperature and filters."""
+
+    id: int
+    token: str
+    logprob: float
+    top: tuple[Alternative, ...]
 
 
 @dataclass(frozen=True)
 class RunReport:
     """model_digest: of the container. prompt: as the model reads it, with --chat in the chat template; prompt_ids: its
-    tokens, BOS included. text, generated_ids: the answer. end_id: the end token behind it, None where none ended it.
-    finish: "stop" (an end token), "length" (cut by -n), "context" (cut, as the context is full) or "interrupted"."""
+    tokens, BOS included. text, generated_ids: the answer; the ids with those of a stop string. end_id: the end token
+    behind it, stop: the stop string that ended it; None where none did. finish: "stop" (an end token or a stop string),
+    "length" (cut by -n), "context" (cut, as the context is full) or "interrupted". logprobs: one for each generated id,
+    with --logprobs; else null. sampling.logit_bias: by token id; null is minus infinity."""
 
     model_digest: str
     prompt: str
@@ -77,7 +80,9 @@ class RunReport:
     text: str
     generated_ids: tuple[int, ...]
     end_id: int | None
+    stop: str | None
     finish: str
+    logprobs: tuple[TokenReport, ...] | None
     sampling: Sampling
     stats: RunStatistics
 
@@ -92,6 +97,8 @@ def run(
     chat_template: str | None = None,
     special_tokens: str | None = None,
     sampling: Sampling | None = None,
+    stop: str | Iterable[str] = (),
+    logprobs: int | None = None,
     ctx: int | None = None,
     lookup: int = 0,
     kv: str = "f16",
@@ -105,7 +112,7 @@ def run(
     50 ms of a large one.
 
     on_piece gets the text as it becomes complete, on_note what the user should know. chat: the prompt is put into the
-    model's chat template (chat_template: the one of that name). The rest: see generate_text, Model and Sampler.
+    model's chat template (chat_template: the one of that name). The rest: see TextStream, Model and Sampling.
     Raises UsageError, InputError.
     """
     sampling = sampling or Sampling()
@@ -131,21 +138,23 @@ def run(
             template.close()
             if special_tokens is None and tokenizer.special_ids(tokenizer.encode(prompt, add_bos=False)):
                 on_note(SPELLED)
-        generation = generate_text(
+        stream = TextStream(
             model,
             tokenizer,
             ids,
             max_tokens=max_tokens,
-            sampler=sampling.sampler(),
+            sampling=sampling,
+            logprobs=logprobs,
+            stop=stop,
             stop_ids=tokenizer.stop_ids(chat=chat),
             at_start=chat or not prompt,
-            on_piece=on_piece,
             on_drop=lambda n_kept: on_note(
                 "the text outgrew --kv-memory: from here on the model sees its first 16 tokens and the newest "
                 f"{n_kept:,}"
             ),
             lookup=lookup,
         )
+        generation = generate_text(stream, on_piece=on_piece)
         yield RunReport(
             model_digest=container.digest,
             prompt=prompt,
@@ -153,10 +162,17 @@ def run(
             text=generation.text,
             generated_ids=generation.ids,
             end_id=generation.end_id,
+            stop=generation.stop,
             finish=generation.finish,
+            logprobs=None if generation.logprobs is None else tuple(_named(tokenizer, t) for t in generation.logprobs),
             sampling=sampling,
             stats=_statistics(model, generation),
         )
+
+
+def _named(tokenizer: Tokenizer, t: TokenLogprob) -> TokenReport:
+    top = tuple(Alternative(i, tokenizer.token_text(i), p) for i, p in t.top)
+    return TokenReport(t.id, tokenizer.token_text(t.id), t.logprob, top)
 
 
 def _ignore(_text: str) -> None:

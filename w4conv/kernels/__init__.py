@@ -21,16 +21,20 @@ from w4conv.kernels.feed_forward import gated, softmax
 from w4conv.kernels.multiply import PASS_TOKENS, dequantize, matmul, matrix_parts, multiply_registers, read
 from w4conv.kernels.nearest import SHIFTED, nearest_parts, pack_steps, quantize_rtn, shifted, steps_of
 from w4conv.kernels.pool import as_bytes, starting_threads
+from w4conv.kernels.sampling import WHOLE_WEIGHT, Chooser, choose, largest, log_sums, new_chooser
 from w4conv.kernels.tiers import build_info, dot_instruction, explain_sigbus, isa_tier, isa_tiers
 
 __all__ = [
     "PASS_TOKENS",
     "SHIFTED",
+    "WHOLE_WEIGHT",
     "BadValueError",
+    "Chooser",
     "Difference",
     "PackedRows",
     "as_bytes",
     "build_info",
+    "choose",
     "compare",
     "compare_with_source",
     "dequantize",
@@ -43,10 +47,13 @@ __all__ = [
     "gptq_round",
     "isa_tier",
     "isa_tiers",
+    "largest",
+    "log_sums",
     "matmul",
     "matrix_parts",
     "multiply_registers",
     "nearest_parts",
+    "new_chooser",
     "pack_float",
     "pack_steps",
     "quantize_rtn",

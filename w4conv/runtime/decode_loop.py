@@ -31,11 +31,6 @@ class Positions(Protocol):
     def truncate(self, n_tokens: int, /) -> None: ...
 
 
-def greedy(logits: F32Array) -> int:
-    """The first of equal maxima."""
-    return int(np.argmax(logits))
-
-
 @dataclass(kw_only=True)
 class DecodeFigures:
     """How a run went.
@@ -67,7 +62,7 @@ class DecodeLoop:
         *,
         n_positions: int,
         max_tokens: int,
-        sampler: TokenSampler = greedy,
+        sampler: TokenSampler,
         stop_ids: Collection[int] = (),
         drafts: PromptLookup | None = None,
         on_drop: Callable[[], None] | None = None,

@@ -22,8 +22,9 @@ from w4conv.errors import ClosedError, InputError, UsageError
 from w4conv.models import spec_of
 from w4conv.models.generic import refuse_to_run
 from w4conv.models.spec import TensorSpec
-from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler, greedy
+from w4conv.runtime.decode_loop import DecodeLoop, TokenSampler
 from w4conv.runtime.native_model import NativeModel
+from w4conv.runtime.sampling import Sampler, Sampling
 from w4conv.scheme import TILE_ROWS
 
 KV_KINDS: Final = ("f16", "int8", "f32")
@@ -183,7 +184,12 @@ class Model:
         prompt, most = arguments.token_ids(prompt_ids, self.spec.vocab_size), count(max_tokens, "max_tokens")
         stops = frozenset(arguments.token_ids(stop_ids, self.spec.vocab_size).tolist())
         loop = DecodeLoop(
-            self.session(), prompt, n_positions=self.ctx, max_tokens=most, sampler=sampler or greedy, stop_ids=stops
+            self.session(),
+            prompt,
+            n_positions=self.ctx,
+            max_tokens=most,
+            sampler=sampler or Sampler(Sampling()),
+            stop_ids=stops,
         )
         return iter(loop)
 
@@ -229,6 +235,13 @@ class Session:
     @property
     def n_tokens(self) -> int:
         return self._session.n_tokens
+
+    def shared(self, token_ids: TokenIds) -> int:
+        """How many tokens at the begin of a sequence the session holds already."""
+        ids = arguments.token_ids(token_ids, self._vocab_size)
+        own = np.array(self._ids[: min(self.n_tokens, ids.size)], np.int32)
+        differ = np.flatnonzero(own != ids[: own.size])
+        return int(differ[0]) if differ.size else int(own.size)
 
     @property
     def n_dropped(self) -> int:

@@ -22,6 +22,8 @@ constexpr int kKeyStep = 64;                  // keys whose scores a kernel may 
 constexpr int kChunkRows = 4 * kTileRows;     // rows of a matrix that are rounded side by side
 constexpr int kPanel = 48;                    // columns of a matrix of floats packed together for a GEMM
 constexpr int kFactorBlock = 2 * kPanel;      // rows of a factor made together
+constexpr int kPeakBlock = 64;                // logits whose largest is found together
+constexpr double kWholeWeight = 0x1p40;       // a sampler's weight of 1, as a whole number
 
 constexpr int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -337,6 +339,13 @@ struct Kernels : DotKernels {
   void (*multiply_panels)(const float* a, const float* b, int64_t n_k, bool minus, float* c);
   int64_t (*factor_block)(float* raw, int64_t n, int64_t n_columns, float* unit, float* pivots);
   void (*factor_panel)(const float* block, int64_t n, int64_t n_rows, const float* pivots, float* raw, float* unit);
+
+  // Of a sampler (sampling.inc.h). n is a multiple of kPeakBlock. peaks: the largest of each kPeakBlock values, NaN where
+  // there is one. weigh: w = exp((x - top) / temperature); returns the sum of the whole weights. sum_weights: of those that
+  // are at least `least`.
+  void (*peaks)(const float* x, int64_t n, float* out);
+  uint64_t (*weigh)(const float* x, int64_t n, float top, float temperature, float* w);
+  uint64_t (*sum_weights)(const float* w, int64_t n, float least);
 
   // Reads nbytes (a multiple of 64, aligned to 4) and returns a word that depends on all of them: the ceiling of decode.
   uint32_t (*read)(const void* data, int64_t nbytes);

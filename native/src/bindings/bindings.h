@@ -62,6 +62,7 @@ void register_matrices(nb::module_& m);  // coding, decoding, comparing; first, 
 void register_matmul(nb::module_& m);    // and the ceilings that they are held against
 void register_calibration(nb::module_& m);
 void register_engine(nb::module_& m);
+void register_sampling(nb::module_& m);
 void register_vocabulary(nb::module_& m);
 
 }  // namespace w4conv::bindings

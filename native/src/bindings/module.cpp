@@ -27,5 +27,6 @@ NB_MODULE(_native, m) {
   bindings::register_matmul(m);
   bindings::register_calibration(m);
   bindings::register_engine(m);
+  bindings::register_sampling(m);
   bindings::register_vocabulary(m);
 }

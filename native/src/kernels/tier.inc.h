@@ -18,6 +18,7 @@ namespace {
 #include "compare.inc.h"
 #include "calibrated.inc.h"
 #include "peak.inc.h"
+#include "sampling.inc.h"
 }  // namespace
 
 extern const Kernels kKernels;
@@ -46,6 +47,9 @@ const Kernels kKernels = {
     multiply_panels,
     factor_block,
     factor_panel,
+    peaks,
+    weigh,
+    sum_weights,
     read};
 
 }  // namespace w4conv::W4CONV_TIER
