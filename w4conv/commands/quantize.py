@@ -224,6 +224,8 @@ def quantize(
                 or any(word is not None for word in (preset, group_size, method, calibration, recipe, target_bpw))
             )
             word = _default_scheme(source, word, requantize=asked)
+            if word == "keep":
+                word, size = defaults.coding(None, word, group_size)
         made = make_recipe(word, group_size=size, embeddings=embeddings, rules=rules)
         progress = progress or Silent()
         model, notes = read_model(source, generic=generic)
