@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from w4conv.container import Layout
 from w4conv.errors import InputError
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, OutputResidual, ScaleError, Solution, solve
+from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.sources.base import Source
 
 _READ_ROWS: Final = 1 << 13
@@ -32,6 +33,35 @@ class Observed:
 
     inputs: Inputs
     residual: OutputResidual | None
+
+
+def summed(blocks: Iterable[tuple[bool, F32Array, F32Array]], where: object, *, threads: int | None) -> Observed:
+    """blocks: whether tokens are held out, rows at a hook (n, n_columns), and their residual (n, n_rows).
+
+    Raises InputError, naming `where`, for rows that are not finite.
+    """
+    sums: list[tuple[Moments, CrossMoments]] = []
+    for held_out, rows, residual in blocks:
+        if not np.isfinite(rows).all():
+            raise InputError(f"{where}: the model's activations are not finite; its weights are broken")
+        width = rows.shape[1]
+        sums = sums or [(Moments(width), CrossMoments(residual.shape[1], width)) for _ in range(2)]
+        moments, cross = sums[held_out]
+        moments.add(rows, threads=threads)
+        cross.add(residual, rows, threads=threads)
+    (fit, fit_residual), (judge, judge_residual) = sums
+    return Observed(
+        Inputs(fit.matrix(), judge.matrix(), threads=threads),
+        OutputResidual(fit_residual.matrix(), judge_residual.matrix()),
+    )
+
+
+def joined(found: Sequence[Solution]) -> Solution:
+    """Of blocks of rows, or of the matrices of a stack, one after another; method and error are those of the first."""
+    blocks = [s.packed for s in found]
+    parts: dict[str, Any] = {kind: np.concatenate([b.parts()[kind] for b in blocks]) for kind in blocks[0].parts()}
+    n_underflowed = sum(b.n_underflowed for b in blocks)
+    return replace(found[0], packed=blocks[0]._replace(**parts, n_underflowed=n_underflowed))
 
 
 class Calibrator(ABC):
@@ -63,15 +93,21 @@ class Calibrator(ABC):
         return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
 
     def _solve_matrix(
-        self, t: TensorSpec, observed: Observed, *, of_inputs: bool, query_moments: F32Array | None = None
-    ) -> Solution:
-        """of_inputs: the residual is that of the inputs, not of the outputs. query_moments: as in `solve`."""
-        values = self._source.read(t.name)
-        s = self._solve(t, values, 0, observed, of_inputs=of_inputs, query_moments=query_moments)
+        self, t: TensorSpec, observed: Observed, *, of_inputs: bool, query_moments: F32Array | None = None,
+        index: int | None = None,
+    ) -> Solution:  # fmt: skip
+        """of_inputs: the residual is that of the inputs, not of the outputs. query_moments: as in `solve`. index: of a
+        stack, that matrix."""
+        values = self._values(t, index)
+        s = self._solve(t, values, 0, observed, of_inputs=of_inputs, query_moments=query_moments, index=index)
         if t.name not in self._kept:  # of a layer partly kept, all matrices are solved again
             self._chosen[s.method] += 1
             self._solved(values.nbytes, t.name)
         return s
+
+    def _values(self, t: TensorSpec, index: int | None = None) -> npt.NDArray[Any]:
+        """index: of a stack, that matrix."""
+        return self._source.read(t.name) if index is None else self._source.read(t.name, slice(index, index + 1))[0]
 
     def _solve_rows(self, t: TensorSpec, observed: Observed) -> Solution:
         """Embedding or head, a block of rows at a time."""
@@ -81,16 +117,13 @@ class Calibrator(ABC):
             found.append(self._solve(t, values, row, observed, of_inputs=True))
             self._chosen[found[-1].method] += row == 0
             self._solved(values.nbytes, t.name)
-        blocks = [s.packed for s in found]
-        joined: dict[str, Any] = {kind: np.concatenate([b.parts()[kind] for b in blocks]) for kind in blocks[0].parts()}
-        n_underflowed = sum(b.n_underflowed for b in blocks)
-        return replace(found[0], packed=blocks[0]._replace(**joined, n_underflowed=n_underflowed))
+        return joined(found)
 
     def _solve(
         self, t: TensorSpec, values: npt.NDArray[Any], row: int, observed: Observed, *, of_inputs: bool,
-        query_moments: F32Array | None = None,
+        query_moments: F32Array | None = None, index: int | None = None,
     ) -> Solution:  # fmt: skip
-        """values: rows of t from `row` on."""
+        """values: rows of t from `row` on; index: of its matrix `index`."""
         w = codes.as_f32(values, self._source.tensors[t.name].dtype)
         residual = observed.residual
         if of_inputs and residual is not None:
@@ -102,7 +135,8 @@ class Calibrator(ABC):
                 threads=self._threads,
             )  # fmt: skip
         except ScaleError as error:
-            raise self._bad_value(t.name, error, row + error.row) from None
+            name = t.name if index is None else f"{t.name}: expert {index}"
+            raise self._bad_value(name, error, row + error.row) from None
 
     def _bad_value(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import F32Array
-from w4conv.calibration.calibrator import NORMED_HOOKS, Calibrator, Observed
+from w4conv.calibration.calibrator import NORMED_HOOKS, Calibrator, Observed, joined, summed
+from w4conv.calibration.experts import ExpertLayer
 from w4conv.calibration.text import HELD_OUT, CalibrationSet, is_held_out
 from w4conv.container import Layout
 from w4conv.errors import InputError
@@ -18,6 +19,7 @@ from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.quantization.calibrated import METHODS, Inputs, OutputResidual, Solution
 from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.quantization.query_moments import RopeAverage
+from w4conv.runtime.experts import attention_alone
 from w4conv.runtime.layer_model import Captured, LayerModel
 from w4conv.runtime.layers import LayeredSource, final_norm
 from w4conv.runtime.native_model import Matrix
@@ -50,6 +52,9 @@ class SequentialCalibrator(Calibrator):
         self._hidden: tuple[F32Array, F32Array] | None = None
         self._next_layer = 0
         self._done: dict[str, Solution] = {}
+        self._of_stack: dict[str, list[Solution]] = {}  # matrices of experts rounded so far
+        self._stacks: dict[str, Parts] = {}  # kept ones of the layer at work
+        self._few_tokens: dict[int, tuple[int, ...]] = {}  # layer: experts rounded for tokens of others too
 
     def take(self, name: str) -> Solution:
         if self._hidden is None:
@@ -78,30 +83,91 @@ class SequentialCalibrator(Calibrator):
     def _run_layer(self, layer: int) -> None:
         assert self._hidden is not None
         original, hidden = self._hidden
+        routed = self._spec.routed(layer)
         linears, matrices, vectors = self._load(layer)
-        model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+        model = self._layer_model(layer, matrices, vectors)
         query_moments: dict[str, F32Array] = {}
         if all(t.name in self._kept for t in linears.values()):
-            for sequence in original:
-                model.run(sequence)
+            rows = [model.run(sequence) if not routed else model.observe(sequence, "gate_up") for sequence in original]
             matrices |= {part: self._rounded(t) for part, t in linears.items()}
             hooks: tuple[str, ...] = ()
         else:
             targets = self._targets(model, original)
+            rows = targets["gate_up"]
             query_moments = self._query_moments(layer, linears, vectors, targets["qkv"][::QUERY_SHARE])
-            hooks = Captured._fields
+            hooks = Captured._fields[: 2 if routed else 4]
         for hook in hooks:
-            model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
+            model = self._layer_model(layer, matrices, vectors)
             observed = self._observe(model, hook, hidden, targets)
             for part in (part for part in linears if READS[part] == hook):
                 matrices[part] = self._round(linears[part], observed, query_moments.get(part))
-        model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
-        for sequence in hidden:
-            model.run(sequence, after_attention=len(hooks) > 0)
+        model = self._layer_model(layer, matrices, vectors)
+        if routed:
+            self._run_experts(layer, rows, [model.observe(sequence, "gate_up") for sequence in hidden])
+        else:
+            for sequence in hidden:
+                model.run(sequence, after_attention=len(hooks) > 0)
+
+    def _run_experts(self, layer: int, original: Sequence[F32Array], quantized: Sequence[F32Array]) -> None:
+        """original, quantized: rows at gate_up, of each sequence. Both streams have passed the attention block."""
+        assert self._hidden is not None
+        self._stacks.clear()
+        experts = ExpertLayer(self._model, layer, self._source.path, threads=self._threads)
+        router = self._model.matrix(experts.router)
+        streams = (
+            experts.stream(self._finite(np.concatenate(original)), router),
+            experts.stream(self._finite(np.concatenate(quantized)), self._unsolved(experts.router)),
+        )
+        held_out = np.repeat([is_held_out(i) for i in range(len(original))], len(original[0]))
+        self._add_outputs(zip(self._hidden, experts.round(*streams, held_out, self), strict=True))
+        if experts.borrowing:
+            self._few_tokens[layer] = tuple(experts.borrowing)
+
+    def _add_outputs(self, pairs: Iterable[tuple[F32Array, F32Array]]) -> None:
+        """Of experts, (n_tokens, hidden_size), to hidden states."""
+        for hidden, out in pairs:
+            scaled = out * np.float32(self._spec.residual_scale)
+            hidden[..., : self._spec.hidden_size] += scaled.reshape(*hidden.shape[:2], -1)
+
+    def _finite(self, rows: F32Array) -> F32Array:
+        if not np.isfinite(rows).all():
+            raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
+        return rows
+
+    def is_solved(self, t: TensorSpec) -> bool:
+        return t.name in self._methods and t.name not in self._kept
+
+    def round(self, t: TensorSpec, expert: int, observed: Observed | None) -> Matrix:
+        index = None if t.expert == expert else expert
+        scheme = self._layout.tensors[t.name].scheme
+        if t.name not in self._methods:
+            return self._unsolved(t, index)
+        if observed is None:
+            if t.name not in self._stacks:
+                self._stacks[t.name] = self._stored_parts(t)
+            parts = self._stacks[t.name]
+            if index is not None:
+                parts = {kind: part.reshape(t.shape[0], -1)[index] for kind, part in parts.items()}
+            return scheme, t.shape[-2:], parts
+        s = self._solve_matrix(t, observed, of_inputs=False, index=index)
+        found = self._of_stack.setdefault(t.name, [])
+        found.append(s)
+        if len(found) == (1 if index is None else t.shape[0]):
+            self._done[t.name] = joined(self._of_stack.pop(t.name))
+        return scheme, t.shape[-2:], s.packed.raw_parts()
+
+    def _layer_model(self, layer: int, matrices: Mapping[str, Matrix], vectors: Mapping[str, F32Array]) -> LayerModel:
+        """Of a layer of experts, what comes before them."""
+        spec = self._spec
+        if spec.routed(layer):
+            spec, zeros = attention_alone(spec, layer)
+            matrices = zeros | dict(matrices)
+        return LayerModel(spec, layer, matrices, vectors, threads=self._threads)
 
     def _load(self, layer: int) -> tuple[dict[str, TensorSpec], dict[str, Matrix], dict[str, F32Array]]:
-        """The matrices of a layer: what they are, their original values; and its vectors."""
-        tensors = [t for t in self._spec.tensors() if t.layer == layer]
+        """The matrices of a layer, without experts: what they are, their original values; and its vectors."""
+        experts = self._spec.expert_tensors(layer) if self._spec.routed(layer) else []
+        tensors = [t for t in self._spec.layer_tensors(layer) if t not in experts]
         linears = {t.part: t for t in tensors if t.role == "linear"}
         vectors = {t.part: self._model.vector(t) for t in tensors if t.role in ("norm", "bias")}
         return linears, {part: self._model.matrix(t) for part, t in linears.items()}, vectors
@@ -159,47 +225,37 @@ class SequentialCalibrator(Calibrator):
 
         held_out: one sequence in so many is held out.
         """
-        sums: list[tuple[Moments, CrossMoments]] = []
-        for i, (rows, residual) in enumerate(pairs):
-            if not np.isfinite(rows).all():
-                raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
-            width = rows.shape[1]
-            sums = sums or [(Moments(width), CrossMoments(residual.shape[1], width)) for _ in range(2)]
-            moments, cross = sums[is_held_out(i, held_out)]
-            moments.add(rows, threads=self._threads)
-            cross.add(residual, rows, threads=self._threads)
-        (fit, fit_residual), (judge, judge_residual) = sums
-        return Observed(
-            Inputs(fit.matrix(), judge.matrix(), threads=self._threads),
-            OutputResidual(fit_residual.matrix(), judge_residual.matrix()),
-        )
+        blocks = ((is_held_out(i, held_out), *pair) for i, pair in enumerate(pairs))
+        return summed(blocks, self._source.path, threads=self._threads)
 
     def _round(self, t: TensorSpec, observed: Observed, query_moments: F32Array | None) -> Matrix:
         if t.name not in self._methods:
-            scheme = self._layout.tensors[t.name].scheme
-            same = self._source.tensors[t.name].coding == scheme  # coded as in the source
-            return self._model.matrix(t) if same else self._coded(t, scheme)
+            return self._unsolved(t)
         self._done[t.name] = self._solve_matrix(
             t, observed, of_inputs=READS[t.part] in NORMED_HOOKS, query_moments=query_moments
         )
         return self._rounded(t)
 
-    def _rounded(self, t: TensorSpec) -> Matrix:
-        """As in the container."""
-        if t.name in self._kept:
-            assert self._stored is not None
-            parts = self._stored(t.name)
-        else:
-            parts = self._done[t.name].packed.raw_parts()
-        return self._layout.tensors[t.name].scheme, (t.shape[0], t.shape[1]), parts
-
-    def _coded(self, t: TensorSpec, scheme: QuantScheme) -> Matrix:
+    def _unsolved(self, t: TensorSpec, index: int | None = None) -> Matrix:
+        """As in the container: a matrix whose codes do not depend on its inputs. index: of a stack, that matrix."""
+        scheme = self._layout.tensors[t.name].scheme
+        if self._source.tensors[t.name].coding == scheme:  # coded as in the source
+            return self._model.matrix(t, index)
         dtype = self._source.tensors[t.name].dtype
         try:
-            parts = kernels.nearest_parts(self._source.read(t.name), dtype, scheme, threads=self._threads)
+            parts = kernels.nearest_parts(self._values(t, index), dtype, scheme, threads=self._threads)
         except kernels.BadValueError as error:
             raise self._bad_value(t.name, error) from None
-        return scheme, (t.shape[0], t.shape[1]), parts
+        return scheme, t.shape[-2:], parts
+
+    def _rounded(self, t: TensorSpec) -> Matrix:
+        """As in the container."""
+        parts = self._stored_parts(t) if t.name in self._kept else self._done[t.name].packed.raw_parts()
+        return self._layout.tensors[t.name].scheme, t.shape, parts
+
+    def _stored_parts(self, t: TensorSpec) -> Parts:
+        assert self._stored is not None
+        return self._stored(t.name)
 
     def _nearest_rows(self, ids: npt.NDArray[np.int64]) -> F32Array:
         """As in the container."""
@@ -216,9 +272,15 @@ class SequentialCalibrator(Calibrator):
         """Inputs of the head in the original model; overwrites `original`."""
         for layer in range(self._spec.n_layers):
             _, matrices, vectors = self._load(layer)
-            model = LayerModel(self._spec, layer, matrices, vectors, threads=self._threads)
-            for sequence in original:
-                model.run(sequence)
+            model = self._layer_model(layer, matrices, vectors)
+            if not self._spec.routed(layer):
+                for sequence in original:
+                    model.run(sequence)
+                continue
+            experts = ExpertLayer(self._model, layer, self._source.path, threads=self._threads)
+            rows = np.concatenate([model.observe(sequence, "gate_up") for sequence in original])
+            stream = experts.stream(self._finite(rows), self._model.matrix(experts.router))
+            self._add_outputs([(original, experts.outputs(stream))])
         rows = (self._normed(sequence) for sequence in original)
         return self._summed(((x, np.zeros_like(x)) for x in rows), held_out=2)
 

@@ -55,11 +55,6 @@ def read_calibration(
 
     Raises UsageError when the text is too short for so many tokens, InputError when it cannot be read.
     """
-    if spec.experts is not None:
-        raise UsageError(
-            f"{spec.architecture} is a mixture of experts, whose activations differ from expert to expert; calibration "
-            "is not supported for it. Leave out --calibration"
-        )
     if not 2 <= ctx <= spec.max_positions:
         raise UsageError(f"calibration-ctx is {ctx}, expected 2 to {spec.max_positions}, the limit of the model")
     n = tokens // ctx

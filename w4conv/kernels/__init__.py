@@ -17,6 +17,7 @@ from w4conv.kernels.convert import (
     compare_with_source,
     pack_float,
 )
+from w4conv.kernels.feed_forward import gated, softmax
 from w4conv.kernels.multiply import PASS_TOKENS, dequantize, matmul, matrix_parts, multiply_registers, read
 from w4conv.kernels.nearest import SHIFTED, nearest_parts, pack_steps, quantize_rtn, steps_of
 from w4conv.kernels.pool import as_bytes, starting_threads
@@ -36,6 +37,7 @@ __all__ = [
     "dot_instruction",
     "explain_sigbus",
     "factor",
+    "gated",
     "gemm_nt",
     "gemm_tn",
     "gptq_round",
@@ -51,6 +53,7 @@ __all__ = [
     "read",
     "refine",
     "search_scales",
+    "softmax",
     "solve_rows",
     "starting_threads",
     "steps_of",

@@ -143,7 +143,7 @@ class ModelSpec:
         """Those of one layer."""
         out = [*self._norm(layer, "attention_norm"), *self._attention(layer), *self._norm(layer, "attention_out_norm")]
         out += self._norm(layer, "mlp_norm")
-        out += self._experts(layer) if self.routed(layer) else self._mlp(layer)
+        out += self.expert_tensors(layer) if self.routed(layer) else self._mlp(layer)
         return out + self._norm(layer, "mlp_out_norm")
 
     def used_by_token(self, tensor: TensorSpec, amount: int) -> int:
@@ -228,6 +228,10 @@ class ModelSpec:
             for part in ("gate_proj", "up_proj"):
                 yield from self._linear(layer, f"mlp.{part}", inner, hidden, bias=self.mlp_bias)
         yield from self._linear(layer, "mlp.down_proj", hidden, inner, bias=self.mlp_bias)
+
+    def expert_tensors(self, layer: int) -> list[TensorSpec]:
+        """Router and experts of a layer that has them."""
+        return list(self._experts(layer))
 
     def _experts(self, layer: int) -> Iterator[TensorSpec]:
         assert self.experts is not None

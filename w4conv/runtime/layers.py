@@ -128,15 +128,16 @@ class LayeredSource(LayeredModel):
         self._source, self._threads = source, threads
         self.spec = spec_of(source.blobs)
 
-    def matrix(self, t: TensorSpec) -> Matrix:
+    def matrix(self, t: TensorSpec, index: int | None = None) -> Matrix:
+        """index: of a stack, that matrix alone."""
         found = self._source.tensors[t.name]
         scheme = KEPT[found.dtype]
         n_rows, n_columns = found.shape[-2:]
-        n_matrices = found.shape[0] if len(found.shape) == 3 else 1
+        picked = range(found.shape[0] if len(found.shape) == 3 else 1) if index is None else [index]
         n_lines = -(-n_columns // scheme.columns_per_dword)
-        lines = np.empty((n_matrices, codes.n_tiles(n_rows), n_lines, TILE_ROWS), np.uint32)
+        lines = np.empty((len(picked), codes.n_tiles(n_rows), n_lines, TILE_ROWS), np.uint32)
         step = max(_BLOCK_NBYTES // (max(n_columns, 1) * 4) // TILE_ROWS, 1) * TILE_ROWS
-        for i in range(n_matrices):
+        for place, i in enumerate(picked):
             for start in range(0, n_rows, step):
                 rows = slice(start, min(start + step, n_rows))
                 if len(found.shape) == 3:
@@ -150,8 +151,9 @@ class LayeredSource(LayeredModel):
                         f"{self._source.path}: {t.name}: {error.reason} at row {start + error.row}, "
                         f"column {error.column}"
                     ) from None
-                lines[i, start // TILE_ROWS : start // TILE_ROWS + len(packed)] = packed
-        return scheme, found.shape, {"values": kernels.as_bytes(lines)}
+                lines[place, start // TILE_ROWS : start // TILE_ROWS + len(packed)] = packed
+        shape = found.shape if index is None else (n_rows, n_columns)
+        return scheme, shape, {"values": kernels.as_bytes(lines)}
 
     def vector(self, t: TensorSpec) -> F32Array:
         return codes.as_f32(self._source.read(t.name), self._source.tensors[t.name].dtype)

@@ -285,6 +285,30 @@ bool cut(Session& s, int64_t n) {
   return s.truncate(n);
 }
 
+// gate = activation(gate, up) of padded rows, n values each; zeros behind them.
+void gated(Pool& pool, const std::string& activation, const MutableFloatRows& gate, const FloatRows& up, int64_t n) {
+  const auto n_rows = static_cast<int64_t>(gate.shape(0)), width = static_cast<int64_t>(gate.shape(1));
+  require(up.shape(0) == gate.shape(0) && up.shape(1) == gate.shape(1), "up: not of the shape of gate");
+  require(n >= 0 && width == pad_to(n, kTileRows), "gate: rows are not padded to 16");
+  const Activation a = activation_of(activation);
+  const Kernels& k = kernels();
+  const WithoutGil without_gil;
+  pool.run(n_rows, [&](int64_t m, int) {
+    float* row = gate.data() + m * width;
+    k.gated(a, row, up.data() + m * width, width, row);
+    std::fill(row + n, row + width, 0.0f);
+  });
+}
+
+// The softmax of each padded row of n values, in place.
+void softmax(const MutableFloatRows& x, int64_t n) {
+  const auto n_rows = static_cast<int64_t>(x.shape(0)), width = static_cast<int64_t>(x.shape(1));
+  require(n >= 1 && width == pad_to(n, kTileRows), "x: rows are not padded to 16");
+  const Kernels& k = kernels();
+  const WithoutGil without_gil;
+  for (int64_t m = 0; m < n_rows; m++) k.softmax(x.data() + m * width, n, x.data() + m * width);
+}
+
 KvConfig kv_config(int64_t n_positions, const std::string& kind, int64_t window) {
   require(kind == "f16" || kind == "f32" || kind == "int8", "keys and values are f16, f32 or int8");
   require(n_positions > 0 && n_positions < (int64_t{1} << 31) && window >= 0, "positions or window: out of range");
@@ -346,6 +370,8 @@ void register_engine(nb::module_& m) {
       .def("finish", &finish, "x"_a, "logits"_a)
       .def("run_layer", &run_layer, "session"_a, "layer"_a, "x"_a, "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "until"_a,
            "after_attention"_a);
+  m.def("gated", &gated, "pool"_a, "activation"_a, "gate"_a, "up"_a, "n"_a);
+  m.def("softmax", &softmax, "x"_a, "n"_a);
   m.def("new_model", &new_model, "config"_a, "threads"_a, nb::rv_policy::take_ownership);
 }
 
