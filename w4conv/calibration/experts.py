@@ -1,13 +1,13 @@
 """A layer of experts is calibrated one expert at a time, each for the tokens that are routed to it.
 
-Two streams of tokens pass the experts side by side: of the original model, and of the one quantized so far. Each routes
-its tokens by itself, with the router's own weights. An expert is rounded on the inputs that it has in the second stream,
-of the tokens that are routed to it there. It is to give what its original matrices give of the same tokens in the first
+Two streams of tokens pass the experts side by side: of the original model, and of the one quantized so far. Each is
+routed by itself, with the router's own weights. An expert is rounded on the inputs that it has in the second stream, of
+the tokens that are routed to it there. It is to give what its original matrices give of the same tokens in the first
 stream, wherever they are routed there. So the output residual of an expert is its own, and a token that changes experts
 is no error of any.
 
-An expert that sees few tokens is rounded for more (FEW_TOKENS): those that came nearest to being routed to it, by router
-scores. Reasons and measurements: docs/decisions/0027-mixtures-of-experts.md.
+An expert that sees few tokens is rounded for more (FEW_TOKENS): those that came nearest to being routed to it, by their
+router scores. Reasons and measurements: docs/decisions/0027-mixtures-of-experts.md.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.arrays import F32Array
-from w4conv.calibration.calibrator import Observed, summed
+from w4conv.calibration.calibrator import FEW_TOKENS, Observed, summed
 from w4conv.calibration.text import HELD_OUT
 from w4conv.models.spec import READS, TensorSpec
 from w4conv.runtime.experts import Expert, Routing, product, route
 from w4conv.runtime.layers import LayeredSource
 from w4conv.runtime.native_model import Matrix
 
-FEW_TOKENS: Final = 512  # an expert is rounded for so many at least, one in HELD_OUT of them held out
 _BLOCK_TOKENS: Final = 512  # summed together
 
 Indices = npt.NDArray[np.intp]
@@ -58,34 +57,34 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokens:
-    """Tokens that one expert is rounded for, and those that its rounding is judged by; ascending. borrowed: whether
-    some of them are routed to other experts only."""
+    """Tokens that one expert is rounded for, and those that its rounding is judged by; ascending. n_routed: how many of
+    all are routed to it."""
 
     fit: Indices
     held_out: Indices
-    borrowed: bool
+    n_routed: int
 
 
 def tokens_of(routing: Routing, expert: int, held_out: Flags) -> ExpertTokens:
     """held_out: of each token."""
     n_judged = FEW_TOKENS // HELD_OUT
-    fit, few_fit = _routed_or_near(routing, expert, np.flatnonzero(~held_out), FEW_TOKENS - n_judged)
-    judged, few_judged = _routed_or_near(routing, expert, np.flatnonzero(held_out), n_judged)
-    return ExpertTokens(fit, judged, few_fit or few_judged)
+    return ExpertTokens(
+        _routed_or_near(routing, expert, np.flatnonzero(~held_out), FEW_TOKENS - n_judged),
+        _routed_or_near(routing, expert, np.flatnonzero(held_out), n_judged),
+        int(routing.chosen[:, expert].sum()),
+    )
 
 
-def _routed_or_near(routing: Routing, expert: int, tokens: Indices, n: int) -> tuple[Indices, bool]:
-    """Those of `tokens` that are routed to the expert; where these are fewer than n, and the nearest others."""
+def _routed_or_near(routing: Routing, expert: int, tokens: Indices, n: int) -> Indices:
+    """Those of `tokens` that are routed to the expert; where these are fewer than n, the nearest others too."""
     routed = routing.chosen[tokens, expert]
     own, others = tokens[routed], tokens[~routed]
-    if len(own) >= n or not len(others):
-        return own, False
     order = np.argsort(-routing.margins[others, expert], kind="stable")
-    return np.sort(np.concatenate([own, others[order[: n - len(own)]]])), True
+    return np.sort(np.concatenate([own, others[order[: max(n - len(own), 0)]]]))
 
 
 class ExpertLayer:
-    """The experts of one layer of the original model. borrowing: those rounded for tokens of others too."""
+    """The experts of one layer of the original model. few: those rounded for tokens of others too."""
 
     def __init__(self, model: LayeredSource, layer: int, where: object, *, threads: int | None) -> None:
         """where: of the source, for error messages."""
@@ -98,7 +97,7 @@ class ExpertLayer:
         self._matrices = [
             [t for t in tensors if t.role == "linear" and t.expert in (None, i)] for i in range(self._experts.n_experts)
         ]
-        self.borrowing: list[int] = []
+        self.few: list[int] = []
 
     def stream(self, rows: F32Array, router: Matrix) -> Stream:
         """rows: finite. router: the router's matrix."""
@@ -125,8 +124,8 @@ class ExpertLayer:
             passing = original.routing.chosen[:, i] | quantized.routing.chosen[:, i]
             if any(map(rounder.is_solved, self._matrices[i])):
                 passing[own.fit] = passing[own.held_out] = True
-                if own.borrowed:
-                    self.borrowing.append(i)
+                if own.n_routed < FEW_TOKENS:
+                    self.few.append(i)
             tokens = np.flatnonzero(passing)
             kinds = [(held, np.searchsorted(tokens, those)) for held, those in ((False, own.fit), (True, own.held_out))]
             x, target, expert = quantized.rows[tokens], original.rows[tokens], self._original(i)

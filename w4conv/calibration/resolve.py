@@ -76,6 +76,15 @@ def open_calibration(
     return ImportanceMatrix(path) if is_importance_matrix else SavedStatistics(path)
 
 
+def check_calibration(given: TextFile | Statistics, spec: ModelSpec) -> None:
+    """Raises UsageError for statistics where a model has experts: each of them has inputs of its own."""
+    if isinstance(given, Statistics) and spec.experts is not None:
+        raise UsageError(
+            f"{given.path}: statistics serve dense models, and {spec.architecture} is a mixture of experts. Name a "
+            "text, or builtin, with --calibration"
+        )
+
+
 def resolve_calibration(given: TextFile | Statistics, source: Source, spec: ModelSpec) -> Calibration:
     """A text is read and cut into tokens by the source's tokenizer. Raises UsageError, InputError."""
     return given if isinstance(given, Statistics) else resolve_text(given, source, spec)

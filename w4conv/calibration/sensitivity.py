@@ -5,6 +5,8 @@ scheme, all others are exact. It is split among the matrices of the layer in pro
 causes in the layer's output. For larger schemes it scales with the error of the weights, each column weighted by the
 mean square of its inputs.
 
+The matrices of all experts that are one part of a layer count as one matrix: they get one scheme.
+
 Data-free, the loss is the relative error of the weights times a weight by part (PART_WEIGHTS).
 """
 
@@ -23,7 +25,7 @@ from w4conv.calibration.statistics import Statistics
 from w4conv.errors import InputError
 from w4conv.measure.divergence import kullback_leibler, log_softmax
 from w4conv.measure.layer_errors import relative_error
-from w4conv.models.spec import READS, ModelSpec, TensorSpec
+from w4conv.models.spec import READS, ModelSpec, Stack, TensorSpec
 from w4conv.runtime.layer_model import LayerModel
 from w4conv.runtime.layers import LayeredSource
 from w4conv.runtime.native_model import Matrix
@@ -36,6 +38,7 @@ EMBEDDING, HEAD = "embed_tokens", "lm_head"
 N_SEQUENCES: Final = 4
 SEQUENCE_TOKENS: Final = 128  # of each, at most
 _SCORED_EVERY: Final = 2  # logits are compared at one position in so many
+_SAMPLED_EXPERTS: Final = 4
 _SAMPLED_ROWS: Final = 1024  # the error of weights is measured on so many rows of a matrix, in runs of 16
 # KLD for the same relative error of the weights, relative to q_proj, measured on SmolLM2-135M. Ends: for each layer.
 PART_WEIGHTS: Final[Mapping[str, float]] = {
@@ -47,23 +50,24 @@ END_WEIGHT: Final = 4.5
 
 
 class Sensitivity:
-    """Losses by tensor, one for each scheme of the menu."""
+    """Losses, one for each scheme of the menu, of tensors or stacks of them, by the name of the first."""
 
     def __init__(
-        self, source: Source, tensors: Sequence[TensorSpec], menu: Sequence[QuantScheme], *, threads: int | None,
+        self, source: Source, stacks: Sequence[Stack], menu: Sequence[QuantScheme], *, threads: int | None,
         advance: Callable[[int, str], None],
     ) -> None:  # fmt: skip
-        """tensors: the matrices in question. advance: called with the bytes and the name of each."""
-        self._source, self._tensors, self._menu = source, tensors, menu
+        """stacks: the matrices in question (`stacks_of`). advance: called with the bytes and the first name of each."""
+        self._source, self._stacks, self._menu = source, stacks, menu
         self._threads, self._advance = threads, advance
 
     def from_weights(self) -> dict[str, tuple[float, ...]]:
         weights = self._part_weights()
-        return {t.name: tuple(weights[t.name] * e for e in self._errors(t, None)) for t in self._tensors}
+        return {s[0].name: tuple(weights[s[0].name] * e for e in self._errors(s, None)) for s in self._stacks}
 
     def _part_weights(self) -> dict[str, float]:
-        of_end = END_WEIGHT * max(len({t.layer for t in self._tensors if t.layer is not None}), 1)
-        return {t.name: of_end if t.layer is None else PART_WEIGHTS.get(t.part, OTHER_WEIGHT) for t in self._tensors}
+        firsts = [s[0] for s in self._stacks]
+        of_end = END_WEIGHT * max(len({t.layer for t in firsts if t.layer is not None}), 1)
+        return {t.name: of_end if t.layer is None else PART_WEIGHTS.get(t.part, OTHER_WEIGHT) for t in firsts}
 
     def from_statistics(self, statistics: Statistics) -> dict[str, tuple[float, ...]]:
         """As `from_weights`, each column weighted by the mean square of its input."""
@@ -74,33 +78,33 @@ class Sensitivity:
             return np.asarray(statistics.at_hook(t.layer, READS[t.part]).mean_square[0], np.float64)
 
         weights = self._part_weights()
-        return {t.name: tuple(weights[t.name] * e for e in self._errors(t, squares(t))) for t in self._tensors}
+        return {s[0].name: tuple(weights[s[0].name] * e for e in self._errors(s, squares(s[0]))) for s in self._stacks}
 
     def from_calibration_set(self, spec: ModelSpec, sequences: IntArray) -> dict[str, tuple[float, ...]]:
         """sequences: (n, ctx) token ids, of which N_SEQUENCES are used."""
         some = np.unique(np.arange(N_SEQUENCES) * len(sequences) // N_SEQUENCES)
-        ends = [t for t in self._tensors if t.layer is None]
+        ends = [s for s in self._stacks if s[0].layer is None]
         run = _Run(
             LayeredSource(self._source, threads=self._threads),
             sequences[some, :SEQUENCE_TOKENS],
-            {t.part: self._coded(t) for t in ends},
+            {s[0].part: self._coded(s[0]) for s in ends},
             self._threads,
         )
-        layers: list[dict[str, float]] = []  # by layer: the error that each matrix alone causes
+        layers: list[dict[str, float]] = []  # by layer: the error that each matrix or stack alone causes
         errors: dict[str, tuple[float, ...]] = {}
         for layer in range(spec.n_layers):
-            here = [t for t in self._tensors if t.layer == layer]
-            alone, squares = run.layer(layer, {t.local_name: self._coded(t) for t in here})
-            layers.append({t.name: alone[t.local_name] for t in here})
-            errors |= {t.name: self._errors(t, squares.get(READS.get(t.part, ""))) for t in here}
-        errors |= {t.name: self._errors(t, None) for t in ends}
+            here = [s for s in self._stacks if s[0].layer == layer]
+            alone, squares = run.layer(layer, {s[0].name: {t.local_name: self._coded(t) for t in s} for s in here})
+            layers.append(alone)
+            errors |= {s[0].name: self._errors(s, squares.get(READS.get(s[0].part, ""))) for s in here}
+        errors |= {s[0].name: self._errors(s, None) for s in ends}
         found = run.divergences()
         losses = {}
         for layer, alone in enumerate(layers):
             whole = sum(alone.values())
             for name, error in alone.items():
                 losses[name] = found[layer] * error / whole if whole > 0 else 0.0
-        losses |= {t.name: found[t.part] for t in ends}
+        losses |= {s[0].name: found[s[0].part] for s in ends}
         if not np.isfinite(list(losses.values())).all():
             raise InputError(f"{self._source.path}: the model's activations are not finite; its weights are broken")
         return {
@@ -110,22 +114,27 @@ class Sensitivity:
 
     def _coded(self, t: TensorSpec) -> Matrix:
         """With the smallest scheme of the menu."""
-        scheme, stored = self._menu[0], self._source.tensors[t.name]
+        scheme, dtype = self._menu[0], self._source.tensors[t.name].dtype
+        blocks = []
         with self._naming_tensor(t):
-            parts = kernels.nearest_parts(self._source.read(t.name), stored.dtype, scheme, threads=self._threads)
-        return scheme, (t.shape[0], t.shape[1]), parts
+            for i in range(t.shape[0] if len(t.shape) == 3 else 1):
+                values = (
+                    self._source.read(t.name, slice(i, i + 1))[0] if len(t.shape) == 3 else self._source.read(t.name)
+                )
+                blocks.append(kernels.nearest_parts(values, dtype, scheme, threads=self._threads))
+        return scheme, t.shape, {kind: np.concatenate([b[kind] for b in blocks]) for kind in blocks[0]}
 
-    def _errors(self, t: TensorSpec, squares: F64Array | None) -> tuple[float, ...]:
+    def _errors(self, stack: Stack, squares: F64Array | None) -> tuple[float, ...]:
         """Relative error of the weights with each scheme, columns weighted by `squares`."""
-        weights = np.ones(t.shape[-1]) if squares is None else squares
+        weights = np.ones(stack[0].shape[-1]) if squares is None else squares
         signal, noise = 0.0, np.zeros(len(self._menu))
-        for values in self._samples(t):
+        for t, values in self._samples(stack):
             w = codes.as_f32(values, self._source.tensors[t.name].dtype)
             signal += _weighted(w, weights)
             for i, scheme in enumerate(self._menu):
                 with self._naming_tensor(t):
                     noise[i] += _weighted(_nearest(w, scheme, self._threads) - w, weights)
-        self._advance(self._source.tensors[t.name].nbytes or int(np.prod(t.shape)) * 2, t.name)
+        self._advance(sum(source_nbytes(self._source, t) for t in stack), stack[0].name)
         return tuple((noise / signal).tolist()) if signal > 0 else (0.0,) * len(self._menu)
 
     @contextmanager
@@ -138,16 +147,26 @@ class Sensitivity:
                 "origin, it is broken"
             ) from None
 
-    def _samples(self, t: TensorSpec) -> list[npt.NDArray[np.generic]]:
+    def _samples(self, stack: Stack) -> list[tuple[TensorSpec, npt.NDArray[np.generic]]]:
         """Runs of rows spread over a matrix, or rows of some matrices of a stack."""
-        n_rows = t.shape[-2]
-        n_runs = max(min(n_rows, _SAMPLED_ROWS) // 16, 1)
-        starts = np.unique(np.arange(n_runs) * max(n_rows - 16, 0) // max(n_runs - 1, 1)).tolist()
-        if len(t.shape) == 2:
-            runs = [self._source.read(t.name, slice(start, min(start + 16, n_rows))) for start in starts]
-            return [np.ascontiguousarray(np.concatenate(runs))]
-        picked = np.unique(np.arange(4) * t.shape[0] // 4).tolist()
-        return [np.ascontiguousarray(self._source.read(t.name, slice(i, i + 1))[0][:_SAMPLED_ROWS]) for i in picked]
+        first = stack[0]
+        if len(stack) == 1 and len(first.shape) == 2:
+            n_rows = first.shape[-2]
+            n_runs = max(min(n_rows, _SAMPLED_ROWS) // 16, 1)
+            starts = np.unique(np.arange(n_runs) * max(n_rows - 16, 0) // max(n_runs - 1, 1)).tolist()
+            runs = [self._source.read(first.name, slice(start, min(start + 16, n_rows))) for start in starts]
+            return [(first, np.ascontiguousarray(np.concatenate(runs)))]
+        n = first.shape[0] if len(stack) == 1 else len(stack)
+        picked = np.unique(np.arange(_SAMPLED_EXPERTS) * n // _SAMPLED_EXPERTS).tolist()
+        if len(stack) > 1:
+            return [(stack[i], self._source.read(stack[i].name, slice(0, _SAMPLED_ROWS))) for i in picked]
+        read = ((first, self._source.read(first.name, slice(i, i + 1))[0][:_SAMPLED_ROWS]) for i in picked)
+        return [(t, np.ascontiguousarray(values)) for t, values in read]
+
+
+def source_nbytes(source: Source, t: TensorSpec) -> int:
+    """Of a tensor in the source, about."""
+    return source.tensors[t.name].nbytes or int(np.prod(t.shape)) * 2
 
 
 class _Run:
@@ -162,8 +181,11 @@ class _Run:
                 tokens, lambda ids: _nearest(model.rows(model.spec.tensors()[0], ids), ends[EMBEDDING][0], threads)
             )
 
-    def layer(self, i: int, coded: Mapping[str, Matrix]) -> tuple[dict[str, float], dict[str, F64Array]]:
-        """(output error of the layer with each coded matrix alone, sums of squares of the rows at each hook)."""
+    def layer(self, i: int, coded: Mapping[str, Mapping[str, Matrix]]) -> tuple[dict[str, float], dict[str, F64Array]]:
+        """(output error of the layer with each of `coded` alone, sums of squares of the rows at each hook).
+
+        coded: by any name, matrices by their names in the layer.
+        """
         loaded = self._model.layer(i, threads=self._threads)
         before = self._hidden.copy()
         squares: dict[str, F64Array] = {}
@@ -171,6 +193,8 @@ class _Run:
             captured = loaded.model.run(sequence, capture=True)
             assert captured is not None
             for hook, rows in captured._asdict().items():
+                if not rows.shape[1]:  # inputs of experts are not captured
+                    continue
                 squares[hook] = squares.get(hook, np.zeros(1)) + np.square(rows.astype(np.float64)).sum(axis=0)
         for copy in self._copies.values():
             _pass_through(loaded.model, copy)
@@ -180,9 +204,9 @@ class _Run:
             _pass_through(self._model.changed(i, loaded, matrices, threads=self._threads), out)
             return out
 
-        alone = {name: relative_error(changed({name: matrix}), self._hidden) for name, matrix in coded.items()}
+        alone = {name: relative_error(changed(matrices), self._hidden) for name, matrices in coded.items()}
         if coded:
-            self._copies[i] = changed(coded)
+            self._copies[i] = changed({name: m for matrices in coded.values() for name, m in matrices.items()})
         return alone, squares
 
     def divergences(self) -> dict[int | str, float]:

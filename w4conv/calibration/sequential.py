@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -10,20 +10,20 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import F32Array
-from w4conv.calibration.calibrator import NORMED_HOOKS, Calibrator, Observed, joined, summed
+from w4conv.calibration.calibrator import NORMED_HOOKS, Calibrator, FewTokens, Observed, joined, summed
 from w4conv.calibration.experts import ExpertLayer
 from w4conv.calibration.text import HELD_OUT, CalibrationSet, is_held_out
 from w4conv.container import Layout
 from w4conv.errors import InputError
 from w4conv.models.spec import READS, ModelSpec, TensorSpec
-from w4conv.quantization.calibrated import METHODS, Inputs, OutputResidual, Solution
-from w4conv.quantization.moments import CrossMoments, Moments
+from w4conv.quantization.calibrated import METHODS, Solution
+from w4conv.quantization.moments import Moments
 from w4conv.quantization.query_moments import RopeAverage
 from w4conv.runtime.experts import attention_alone
 from w4conv.runtime.layer_model import Captured, LayerModel
 from w4conv.runtime.layers import LayeredSource, final_norm
 from w4conv.runtime.native_model import Matrix
-from w4conv.scheme import TILE_ROWS, QuantScheme
+from w4conv.scheme import TILE_ROWS
 from w4conv.sources.base import Source
 
 Parts = Mapping[str, npt.NDArray[np.uint8]]  # of a tensor, by kind, as in the container
@@ -52,9 +52,9 @@ class SequentialCalibrator(Calibrator):
         self._hidden: tuple[F32Array, F32Array] | None = None
         self._next_layer = 0
         self._done: dict[str, Solution] = {}
-        self._of_stack: dict[str, list[Solution]] = {}  # matrices of experts rounded so far
-        self._stacks: dict[str, Parts] = {}  # kept ones of the layer at work
-        self._few_tokens: dict[int, tuple[int, ...]] = {}  # layer: experts rounded for tokens of others too
+        # Of the layer at work: matrices of experts rounded so far, and parts of kept ones.
+        self._of_experts: dict[str, list[Solution]] = {}
+        self._kept_parts: dict[str, Parts] = {}
 
     def take(self, name: str) -> Solution:
         if self._hidden is None:
@@ -87,8 +87,13 @@ class SequentialCalibrator(Calibrator):
         linears, matrices, vectors = self._load(layer)
         model = self._layer_model(layer, matrices, vectors)
         query_moments: dict[str, F32Array] = {}
+        targets: dict[str, F32Array] = {}
         if all(t.name in self._kept for t in linears.values()):
-            rows = [model.run(sequence) if not routed else model.observe(sequence, "gate_up") for sequence in original]
+            if routed:
+                rows = np.stack([model.observe(sequence, "gate_up") for sequence in original])
+            else:
+                for sequence in original:
+                    model.run(sequence)
             matrices |= {part: self._rounded(t) for part, t in linears.items()}
             hooks: tuple[str, ...] = ()
         else:
@@ -103,25 +108,27 @@ class SequentialCalibrator(Calibrator):
                 matrices[part] = self._round(linears[part], observed, query_moments.get(part))
         model = self._layer_model(layer, matrices, vectors)
         if routed:
-            self._run_experts(layer, rows, [model.observe(sequence, "gate_up") for sequence in hidden])
+            targets.clear()
+            self._run_experts(layer, rows, np.stack([model.observe(sequence, "gate_up") for sequence in hidden]))
         else:
             for sequence in hidden:
                 model.run(sequence, after_attention=len(hooks) > 0)
 
-    def _run_experts(self, layer: int, original: Sequence[F32Array], quantized: Sequence[F32Array]) -> None:
-        """original, quantized: rows at gate_up, of each sequence. Both streams have passed the attention block."""
+    def _run_experts(self, layer: int, original: F32Array, quantized: F32Array) -> None:
+        """original, quantized: rows at gate_up, (n, ctx, hidden_size). Both streams have passed the attention block."""
         assert self._hidden is not None
-        self._stacks.clear()
+        self._kept_parts.clear()
         experts = ExpertLayer(self._model, layer, self._source.path, threads=self._threads)
         router = self._model.matrix(experts.router)
+        n, ctx, width = original.shape
         streams = (
-            experts.stream(self._finite(np.concatenate(original)), router),
-            experts.stream(self._finite(np.concatenate(quantized)), self._unsolved(experts.router)),
+            experts.stream(self._finite(original.reshape(-1, width)), router),
+            experts.stream(self._finite(quantized.reshape(-1, width)), self._unsolved(experts.router)),
         )
-        held_out = np.repeat([is_held_out(i) for i in range(len(original))], len(original[0]))
+        held_out = np.repeat([is_held_out(i) for i in range(n)], ctx)
         self._add_outputs(zip(self._hidden, experts.round(*streams, held_out, self), strict=True))
-        if experts.borrowing:
-            self._few_tokens[layer] = tuple(experts.borrowing)
+        if experts.few:
+            self.few_tokens.append(FewTokens(layer, tuple(experts.few)))
 
     def _add_outputs(self, pairs: Iterable[tuple[F32Array, F32Array]]) -> None:
         """Of experts, (n_tokens, hidden_size), to hidden states."""
@@ -135,25 +142,27 @@ class SequentialCalibrator(Calibrator):
         return rows
 
     def is_solved(self, t: TensorSpec) -> bool:
+        """As of `experts.Rounder`."""
         return t.name in self._methods and t.name not in self._kept
 
     def round(self, t: TensorSpec, expert: int, observed: Observed | None) -> Matrix:
+        """As of `experts.Rounder`."""
         index = None if t.expert == expert else expert
         scheme = self._layout.tensors[t.name].scheme
         if t.name not in self._methods:
             return self._unsolved(t, index)
         if observed is None:
-            if t.name not in self._stacks:
-                self._stacks[t.name] = self._stored_parts(t)
-            parts = self._stacks[t.name]
+            if t.name not in self._kept_parts:
+                self._kept_parts[t.name] = self._stored_parts(t)
+            parts = self._kept_parts[t.name]
             if index is not None:
                 parts = {kind: part.reshape(t.shape[0], -1)[index] for kind, part in parts.items()}
             return scheme, t.shape[-2:], parts
         s = self._solve_matrix(t, observed, of_inputs=False, index=index)
-        found = self._of_stack.setdefault(t.name, [])
+        found = self._of_experts.setdefault(t.name, [])
         found.append(s)
         if len(found) == (1 if index is None else t.shape[0]):
-            self._done[t.name] = joined(self._of_stack.pop(t.name))
+            self._done[t.name] = joined(self._of_experts.pop(t.name))
         return scheme, t.shape[-2:], s.packed.raw_parts()
 
     def _layer_model(self, layer: int, matrices: Mapping[str, Matrix], vectors: Mapping[str, F32Array]) -> LayerModel:
@@ -166,8 +175,8 @@ class SequentialCalibrator(Calibrator):
 
     def _load(self, layer: int) -> tuple[dict[str, TensorSpec], dict[str, Matrix], dict[str, F32Array]]:
         """The matrices of a layer, without experts: what they are, their original values; and its vectors."""
-        experts = self._spec.expert_tensors(layer) if self._spec.routed(layer) else []
-        tensors = [t for t in self._spec.layer_tensors(layer) if t not in experts]
+        experts = {t.name for t in self._spec.expert_tensors(layer)} if self._spec.routed(layer) else set()
+        tensors = [t for t in self._spec.layer_tensors(layer) if t.name not in experts]
         linears = {t.part: t for t in tensors if t.role == "linear"}
         vectors = {t.part: self._model.vector(t) for t in tensors if t.role in ("norm", "bias")}
         return linears, {part: self._model.matrix(t) for part, t in linears.items()}, vectors
@@ -278,8 +287,8 @@ class SequentialCalibrator(Calibrator):
                     model.run(sequence)
                 continue
             experts = ExpertLayer(self._model, layer, self._source.path, threads=self._threads)
-            rows = np.concatenate([model.observe(sequence, "gate_up") for sequence in original])
-            stream = experts.stream(self._finite(rows), self._model.matrix(experts.router))
+            before = np.concatenate([model.observe(sequence, "gate_up") for sequence in original])
+            stream = experts.stream(self._finite(before), self._model.matrix(experts.router))
             self._add_outputs([(original, experts.outputs(stream))])
         rows = (self._normed(sequence) for sequence in original)
         return self._summed(((x, np.zeros_like(x)) for x in rows), held_out=2)

@@ -11,6 +11,7 @@ from w4conv.calibration.statistics import StatisticsLayout, observe
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.cpus import thread_count
+from w4conv.errors import UsageError
 from w4conv.files.overlap import refuse_overlap
 from w4conv.files.target import check_target, open_target
 from w4conv.models import spec_of
@@ -68,6 +69,11 @@ def calibrate(
     with open_source(src) as source:
         settle_declarations(source)
         spec = spec_of(source.blobs)
+        if spec.experts is not None:
+            raise UsageError(
+                f"{src}: statistics serve dense models, and {spec.architecture} is a mixture of experts. quantize it "
+                "with --calibration TEXT, which observes each expert"
+            )
         cut = resolve_text(given, source, spec)
         layout = StatisticsLayout(source, spec, cut, full=full)
         check_target(out, layout.nbytes, overwrite=overwrite)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from w4conv import cpus
 from w4conv.arguments import count, optional_count, path_of
-from w4conv.calibration.resolve import calibration_path, open_calibration, resolve_calibration
+from w4conv.calibration.calibrator import FewTokens
+from w4conv.calibration.resolve import calibration_path, check_calibration, open_calibration, resolve_calibration
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle
 from w4conv.conversion.declarations import settle_declarations
 from w4conv.conversion.model import advising_generic, known_model, read_model
 from w4conv.conversion.plan import ConversionPlan, calibrated_methods, known_method, make_plan
-from w4conv.conversion.write import write
+from w4conv.conversion.write import Written, write
 from w4conv.errors import UsageError
 from w4conv.files.blobs import parse_json_object
 from w4conv.files.overlap import refuse_overlap
@@ -49,7 +50,8 @@ class ConversionReport:
     input_nbytes: all source files. output_nbytes: the container, exact. bits_per_weight: tensors with scales and row
     padding, over all parameters. recipe: patterns and what they say, in order; with target_bpw, the first n_allocated
     are matrices and what was chosen for them. warnings: those of the notes that say where the source contradicts
-    itself, and which reading was taken. seconds, mb_per_second (1e6 bytes of input) and digest are None after a
+    itself, and which reading was taken. few_tokens: layers with experts to which few calibration tokens were routed.
+    seconds, mb_per_second (1e6 bytes of input) and digest are None after a
     dry run.
     """
 
@@ -76,6 +78,7 @@ class ConversionReport:
     seconds: float | None = None
     mb_per_second: float | None = None
     digest: str | None = None
+    few_tokens: tuple[FewTokens, ...] = ()
 
 
 def quantize(
@@ -200,9 +203,11 @@ def quantize(
         chosen = _method(method, given)
         progress = progress or Silent()
         model, notes = read_model(source, generic=generic)
+        if given is not None and isinstance(model, ModelSpec):  # a generic one was refused above
+            check_calibration(given, model)
         calibrated_methods(model, made, chosen, with_text=given is not None)  # before a long text is read
         seen = None
-        if given is not None and isinstance(model, ModelSpec):  # a generic one was refused above
+        if given is not None and isinstance(model, ModelSpec):
             seen = resolve_calibration(given, source, model)
         plan = make_plan(
             source, model, made, method=chosen, calibration=seen, target=target, head=head, notes=notes,
@@ -212,8 +217,8 @@ def quantize(
         check_target(out, plan.layout.file_nbytes, overwrite=overwrite)
         if dry_run:
             return _report(plan, out)
-        digest, found = write(plan, out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
-    return _report(plan, out, notes=found, seconds=time.perf_counter() - started, digest=digest)
+        written = write(plan, out, overwrite=overwrite, resume=resume, threads=threads, progress=progress)
+    return _report(plan, out, written, seconds=time.perf_counter() - started)
 
 
 def _default_scheme(source: Source, *, requantize: bool) -> str:
@@ -274,9 +279,8 @@ def _method(method: str | None, calibration: object) -> str:
 
 
 def _report(
-    plan: ConversionPlan, out: Path, *, notes: tuple[str, ...] = (), seconds: float | None = None,
-    digest: str | None = None,
-) -> ConversionReport:  # fmt: skip
+    plan: ConversionPlan, out: Path, written: Written | None = None, *, seconds: float | None = None
+) -> ConversionReport:
     tensors = list(plan.layout.tensors.values())
     totals: dict[str, SchemeTotal] = {}
     for t in tensors:
@@ -290,7 +294,7 @@ def _report(
         source=str(plan.source.path),
         source_kind=plan.source.kind,
         out=str(out),
-        dry_run=digest is None,
+        dry_run=written is None,
         architecture=plan.model.architecture,
         scheme=plan.recipe.scheme,
         group_size=plan.recipe.group_size,
@@ -301,7 +305,7 @@ def _report(
         output_nbytes=plan.layout.file_nbytes,
         bits_per_weight=8 * sum(t.nbytes for t in tensors) / n_parameters,
         schemes=tuple(totals.values()),
-        notes=(*plan.notes, *notes),
+        notes=(*plan.notes, *(written.notes if written else ())),
         warnings=plan.source.warnings,
         method=plan.method,
         recipe=plan.recipe.rules,
@@ -309,5 +313,6 @@ def _report(
         n_allocated=plan.n_allocated,
         seconds=seconds,
         mb_per_second=input_nbytes / seconds / 1e6 if seconds else None,
-        digest=digest,
+        digest=None if written is None else written.digest,
+        few_tokens=() if written is None else written.few_tokens,
     )

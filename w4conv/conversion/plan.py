@@ -12,13 +12,13 @@ from w4conv import __version__, codes
 from w4conv.calibration.channel_scaling import METHOD as AWQ
 from w4conv.calibration.channel_scaling import ChannelScaling
 from w4conv.calibration.resolve import Calibration
-from w4conv.calibration.sensitivity import Sensitivity
+from w4conv.calibration.sensitivity import Sensitivity, source_nbytes
 from w4conv.calibration.statistics import HEAD as HEAD_HOOK
 from w4conv.calibration.statistics import Statistics, observe
 from w4conv.container import Layout, TensorPlan, plan
 from w4conv.errors import InputError, UsageError
 from w4conv.models.generic import GENERIC, GenericModel, Inventory
-from w4conv.models.spec import ModelSpec
+from w4conv.models.spec import ModelSpec, TensorSpec, stacks_of
 from w4conv.progress import Progress, Silent
 from w4conv.quantization.allocation import MENU, Item, allocate
 from w4conv.quantization.calibrated import DAMPING_PERCENT, METHODS
@@ -156,10 +156,15 @@ class _Planner:
         free = [t for t in tensors if not self._choices[t.name].explicit]
         if not free:
             raise UsageError("the recipe says the scheme of every matrix, so there is nothing to choose for target-bpw")
-        sizes = {t.name: tuple(sum(codes.part_sizes(s, t.shape).values()) for s in MENU) for t in free}
+        stacks = stacks_of(free)
+        sizes = {
+            stack[0].name: tuple(sum(sum(codes.part_sizes(s, t.shape).values()) for t in stack) for s in MENU)
+            for stack in stacks
+        }
+        names = {t.name for t in free}
         taken = sum(
             sum(codes.part_sizes(self._choices[t.name].coding(self.source.tensors[t.name].dtype), t.shape).values())
-            for t in tensors if t.name not in sizes
+            for t in tensors if t.name not in names
         )  # fmt: skip
         n_parameters = sum(math.prod(t.shape) for t in tensors)
         least, most = (Decimal(8 * (taken + sum(s[i] for s in sizes.values()))) / n_parameters for i in (0, -1))
@@ -169,8 +174,8 @@ class _Planner:
                 f"target-bpw {target} is out of reach: from {MENU[0]} to {MENU[-1]} this model has {low} to "
                 f"{high} bits a weight"
             )
-        self._progress.start(sum(self.source.tensors[t.name].nbytes or math.prod(t.shape) * 2 for t in free))
-        sensitivity = Sensitivity(self.source, free, MENU, threads=self._threads, advance=self._progress.advance)
+        self._progress.start(sum(source_nbytes(self.source, t) for t in free))
+        sensitivity = Sensitivity(self.source, stacks, MENU, threads=self._threads, advance=self._progress.advance)
         if self._calibration is None:
             losses, by = sensitivity.from_weights(), "the error of their weights"
         elif isinstance(self._calibration, Statistics):
@@ -179,9 +184,16 @@ class _Planner:
             losses = sensitivity.from_calibration_set(self.spec(), self._calibration.sequences)
             by = "what they lose on the text"
         budget = int(target * n_parameters / 8) - taken
-        chosen = allocate([Item(t.name, sizes[t.name], losses[t.name]) for t in free], budget)
+        chosen = allocate([Item(name, sizes[name], losses[name]) for name in sizes], budget)
         self.notes.append(f"schemes of {len(free)} matrices chosen for {target} bits a weight, by {by}")
-        rules = [(name, Rule(MENU[i].kind, MENU[i].group_size)) for name, i in chosen.items()]
+        whole = {stack[0].name: len(stack) for stack in stacks_of(tensors)}
+        rules = []
+        for stack in stacks:
+            scheme = MENU[chosen[stack[0].name]]
+            patterns = [t.name for t in stack]
+            if 1 < len(stack) == whole.get(stack[0].name):
+                patterns = [_pattern(stack[0])]
+            rules += [(pattern, Rule(scheme.kind, scheme.group_size)) for pattern in patterns]
         self._choose(replace(self.recipe, rules=(*rules, *self.recipe.rules)))
         return rules
 
@@ -275,9 +287,15 @@ def calibrated_methods(model: Inventory, recipe: Recipe, default: str, *, with_t
     """Calibrated matrix -> its method. Raises UsageError for a method that is unknown or does not apply."""
     methods = {}
     choices = recipe.choices(model)
+    has_experts = isinstance(model, ModelSpec) and model.experts is not None
     for t in model.tensors():
         choice = choices[t.name]
         method = known_method(default if choice.method is None else choice.method)
+        if method == AWQ and has_experts and with_text:
+            raise UsageError(
+                f"method awq scales channels of dense models, and {model.architecture} is a mixture of experts: choose "
+                "best, gptq or search"
+            )
         if with_text and is_calibrated(t.role, choice.kind, tied_head=model.tied_head):
             methods[t.name] = method
         elif choice.method is not None and method != "rtn":
@@ -298,6 +316,12 @@ def known_method(method: str) -> str:
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     return method
+
+
+def _pattern(t: TensorSpec) -> str:
+    """Of the names of that part of all experts of the layer."""
+    before, _, after = t.name.rpartition(f".{t.expert}.")
+    return f"{before}.*.{after}"
 
 
 def _is_text(name: str) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import VALUE_DTYPES, Array
-from w4conv.calibration.calibrator import Calibrator, StatisticsCalibrator
+from w4conv.calibration.calibrator import Calibrator, FewTokens, StatisticsCalibrator
 from w4conv.calibration.sequential import SequentialCalibrator
 from w4conv.calibration.statistics import Statistics
 from w4conv.container import SIGNATURE, Journal, Writer, stamp
@@ -25,10 +26,18 @@ from w4conv.scheme import QuantScheme
 from w4conv.sources.base import CodedRows
 
 
+class Written(NamedTuple):
+    """digest: of the conversion. notes: on the values. few_tokens: where experts saw few."""
+
+    digest: str
+    notes: tuple[str, ...]
+    few_tokens: tuple[FewTokens, ...]
+
+
 def write(
     plan: ConversionPlan, out: Path, *, overwrite: bool, resume: bool, threads: int | None, progress: Progress
-) -> tuple[str, tuple[str, ...]]:
-    """(conversion digest, notes on the values). Raises InputError, OutputError."""
+) -> Written:
+    """Raises InputError, OutputError."""
     itemsize = {name: VALUE_DTYPES[t.dtype].itemsize for name, t in plan.source.tensors.items()}
     progress.start(sum(t.n_values * itemsize[t.name] for t in plan.layout.tensors.values()))
     n_underflowed = n_tensors = 0
@@ -63,7 +72,7 @@ def write(
             f"{n_underflowed} groups in {n_tensors} tensors hold values so small that their FP16 scale is zero: "
             "they became zeros"
         )
-    return digest, tuple(notes)
+    return Written(digest, tuple(notes), () if calibrator is None else tuple(calibrator.few_tokens))
 
 
 def _calibrator(

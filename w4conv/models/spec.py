@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -51,6 +51,17 @@ class TensorSpec:
     def local_name(self) -> str:
         """The part, with the expert where it has one: unique in its layer."""
         return self.part if self.expert is None else f"experts.{self.expert}.{self.part}"
+
+
+Stack = tuple[TensorSpec, ...]
+
+
+def stacks_of(tensors: Iterable[TensorSpec]) -> list[Stack]:
+    """The matrices of experts that are the same part of a layer together, each other tensor by itself; in order."""
+    found: dict[object, list[TensorSpec]] = {}
+    for t in tensors:
+        found.setdefault(t.name if t.expert is None else (t.layer, t.part), []).append(t)
+    return [tuple(stack) for stack in found.values()]
 
 
 @dataclass(frozen=True, slots=True)

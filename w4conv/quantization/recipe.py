@@ -15,6 +15,7 @@ does. Each key counts as the last pattern that matches and has it says, and as t
 from __future__ import annotations
 
 import fnmatch
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,7 @@ class Recipe:
     def choices(self, spec: Inventory) -> dict[str, Choice]:
         """What each tensor of a model gets, by name. Raises UsageError for a pattern that matches no matrix."""
         unused = {pattern for pattern, _ in self.rules}
+        rules = [(pattern, re.compile(fnmatch.translate(pattern)).match, rule) for pattern, rule in self.rules]
         out = {}
         for t in spec.tensors():
             if len(t.shape) < 2 or t.role == "bias":  # the biases of experts are matrices
@@ -112,8 +114,8 @@ class Recipe:
             words = {"linear": self.linear, "router": "keep"}  # routers are small, and what they choose is a jump
             explicit = t.role == "router"
             found = Rule(words.get(t.role, self.embeddings), self.group_size)
-            for pattern, rule in self.rules:
-                if pattern in roles or fnmatch.fnmatchcase(t.name, pattern):
+            for pattern, matches, rule in rules:
+                if pattern in roles or matches(t.name):
                     found = replace(found, **rule.record())
                     explicit = explicit or rule.scheme is not None or rule.group is not None
                     unused.discard(pattern)

@@ -1,4 +1,4 @@
-"""A layer of experts, one expert after another: all tokens pass an expert together, and memory holds the weights of one.
+"""A layer of experts, one expert after another: all tokens pass it together, and memory holds its weights only.
 
 The results are bit for bit the engine's (docs/numerics.md 4.5).
 """
