@@ -12,6 +12,7 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import as_dtype, shared_data, write_safetensors
@@ -29,12 +30,22 @@ SETTINGS = {
     "max_position_embeddings": CTX, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+EXPERTS = SETTINGS | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 3, "head_dim": 16,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
 TYPES = {"f32": ("F32", "float32"), "f16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}
 
 
 def trained(dtype: str = "f32") -> Path:
     """The directory of the model in `dtype`: "f32", "f16" or "bf16"."""
     return shared_data("hf", f"stories260K-{dtype}") or _own() / dtype
+
+
+def trained_experts() -> Path:
+    """The directory of a mixture of experts in BF16, always of our own."""
+    return _own() / "experts"
 
 
 @cache
@@ -81,20 +92,15 @@ def _make(folder: Path) -> None:
     torch.set_num_threads(1)  # more are slower on something this small
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SETTINGS))
+    experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS))
     story = tokenizer.encode(STORY).ids
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
-    for step in range(STEPS):  # from the start of the story, and from places in it
-        start = 0 if step % 2 == 0 else int(torch.randint(1, len(story) - 100, ()))
-        ids = torch.tensor([[1, *story[1:][start : start + (150 if start == 0 else 80)]]])
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.5, "the model has not learned its story"
-    model.eval()
+    _train(model, story)
+    _train(experts, story)
     with torch.no_grad():
         told = model.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=110, pad_token_id=2)
     torch.set_num_threads(threads)
+    experts.to(torch.bfloat16).save_pretrained(folder / "experts")
+    tokenizer.save(str(folder / "experts" / "tokenizer.json"))
     for name, (stored, written) in TYPES.items():
         directory = folder / name
         directory.mkdir(parents=True)
@@ -105,3 +111,18 @@ def _make(folder: Path) -> None:
             directory / "model.safetensors", {key: (stored, as_dtype(value, stored)) for key, value in weights.items()}
         )
         (directory / "sample_greedy.txt").write_text(tokenizer.decode(told[0].tolist()))
+
+
+def _train(model: Any, story: list[int]) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    for step in range(STEPS):  # from the start of the story, and from places in it
+        start = 0 if step % 2 == 0 else int(torch.randint(1, len(story) - 100, ()))
+        ids = torch.tensor([[1, *story[1:][start : start + (150 if start == 0 else 80)]]])
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.5, "the model has not learned its story"
+    model.eval()
