@@ -21,8 +21,6 @@ from w4conv.quantization.moments import CrossMoments, Moments
 from w4conv.sources.base import Source
 
 _READ_ROWS: Final = 1 << 13
-FEW_TOKENS: Final = 512  # an expert is rounded for so many at least, one in HELD_OUT of them held out
-_LISTED_EXPERTS: Final = 32  # in a note; more are counted
 NORMED_HOOKS: Final = ("qkv", "gate_up")  # their rows are the output of a norm
 
 
@@ -35,15 +33,6 @@ class Observed:
 
     inputs: Inputs
     residual: OutputResidual | None
-
-
-@dataclass(frozen=True, slots=True)
-class FewTokens:
-    """Experts of a layer to which fewer than FEW_TOKENS tokens were routed: they were rounded for the nearest others
-    too."""
-
-    layer: int
-    experts: tuple[int, ...]
 
 
 def summed(blocks: Iterable[tuple[bool, F32Array, F32Array]], where: object, *, threads: int | None) -> Observed:
@@ -91,7 +80,6 @@ class Calibrator(ABC):
         self._threads, self._solved, self._kept = threads, solved, kept
         # number of matrices by winning method
         self._chosen = {name: 0 for method in methods.values() for name in METHODS[method]}
-        self.few_tokens: list[FewTokens] = []
 
     @abstractmethod
     def take(self, name: str) -> Solution:
@@ -102,10 +90,7 @@ class Calibrator(ABC):
 
     def notes(self) -> list[str]:
         won = ", ".join(f"{method} {n}" for method, n in self._chosen.items() if n)
-        notes = [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
-        if self.few_tokens:
-            notes.append(_note(self.few_tokens))
-        return notes
+        return [f"rounding chosen for each matrix by its outputs' error on held-out sequences: {won}"] if won else []
 
     def _solve_matrix(
         self, t: TensorSpec, observed: Observed, *, of_inputs: bool, query_moments: F32Array | None = None,
@@ -156,18 +141,6 @@ class Calibrator(ABC):
     def _bad_value(self, name: str, error: kernels.BadValueError | ScaleError, row: int | None = None) -> InputError:
         at = error.row if row is None else row
         return InputError(f"{self._source.path}: {name}: {error.reason} at row {at}, column {error.column}")
-
-
-def _note(few_tokens: Sequence[FewTokens]) -> str:
-    n = sum(len(few.experts) for few in few_tokens)
-    listed = n <= _LISTED_EXPERTS
-    layers = "; ".join(
-        f"layer {few.layer}: {', '.join(map(str, few.experts)) if listed else len(few.experts)}" for few in few_tokens
-    )
-    return (
-        f"{n} experts saw fewer than {FEW_TOKENS} calibration tokens, and were rounded for the nearest others too: "
-        f"{layers}. A longer text serves them better"
-    )
 
 
 class StatisticsCalibrator(Calibrator):

@@ -6,8 +6,8 @@ the tokens that are routed to it there. It is to give what its original matrices
 stream, wherever they are routed there. So the output residual of an expert is its own, and a token that changes experts
 is no error of any.
 
-An expert that sees few tokens is rounded for more (FEW_TOKENS): those that came nearest to being routed to it, by their
-router scores. Reasons and measurements: docs/decisions/0027-mixtures-of-experts.md.
+An expert that sees few tokens is rounded for more: those that came nearest to being routed to it, by router scores.
+Reasons and measurements: docs/decisions/0027-mixtures-of-experts.md.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from w4conv.arrays import F32Array
-from w4conv.calibration.calibrator import FEW_TOKENS, Observed, summed
+from w4conv.calibration.calibrator import Observed, summed
 from w4conv.calibration.text import HELD_OUT
-from w4conv.models.spec import READS, TensorSpec
+from w4conv.models.spec import READS, ModelSpec, TensorSpec
 from w4conv.runtime.experts import Expert, Routing, product, route
 from w4conv.runtime.layers import LayeredSource
 from w4conv.runtime.native_model import Matrix
 
+# An expert is rounded for at least one token for so many columns of gate and up, one in HELD_OUT of them held out.
+COLUMNS_A_TOKEN: Final = 2
+_LISTED: Final = 32  # experts in a note; more are counted
 _BLOCK_TOKENS: Final = 512  # summed together
 
 Indices = npt.NDArray[np.intp]
@@ -34,6 +37,32 @@ Flags = npt.NDArray[np.bool_]
 Kinds = Sequence[
     tuple[bool, Indices]
 ]  # whether they are held out, and places of tokens among those that pass an expert
+
+
+@dataclass(frozen=True, slots=True)
+class FewTokens:
+    """Experts of a layer that saw few tokens, and were rounded for the nearest others too."""
+
+    layer: int
+    experts: tuple[int, ...]
+
+
+def least_tokens(spec: ModelSpec) -> int:
+    """That an expert is rounded for, as far as there are so many."""
+    return int(spec.hidden_size / COLUMNS_A_TOKEN)
+
+
+def note_few(spec: ModelSpec, found: Sequence[FewTokens]) -> list[str]:
+    n = sum(len(few.experts) for few in found)
+    layers = "; ".join(
+        f"layer {few.layer}: {', '.join(map(str, few.experts)) if n <= _LISTED else len(few.experts)}" for few in found
+    )
+    if not n:
+        return []
+    return [
+        f"{n} experts saw fewer than {least_tokens(spec)} calibration tokens, and were rounded for the nearest others "
+        f"too: {layers}. More tokens serve them better"
+    ]
 
 
 class Rounder(Protocol):
@@ -65,11 +94,11 @@ class ExpertTokens:
     n_routed: int
 
 
-def tokens_of(routing: Routing, expert: int, held_out: Flags) -> ExpertTokens:
-    """held_out: of each token."""
-    n_judged = FEW_TOKENS // HELD_OUT
+def tokens_of(routing: Routing, expert: int, held_out: Flags, least: int) -> ExpertTokens:
+    """held_out: of each token. least: tokens of both kinds together."""
+    n_judged = -(-least // HELD_OUT)
     return ExpertTokens(
-        _routed_or_near(routing, expert, np.flatnonzero(~held_out), FEW_TOKENS - n_judged),
+        _routed_or_near(routing, expert, np.flatnonzero(~held_out), least - n_judged),
         _routed_or_near(routing, expert, np.flatnonzero(held_out), n_judged),
         int(routing.chosen[:, expert].sum()),
     )
@@ -119,12 +148,13 @@ class ExpertLayer:
     ) -> tuple[F32Array, F32Array]:
         """Round all experts. Returns the outputs in both streams, (n_tokens, hidden_size). held_out: of each token."""
         outs = np.zeros(original.rows.shape, np.float32), np.zeros(quantized.rows.shape, np.float32)
+        least = least_tokens(self._spec)
         for i in range(self._experts.n_experts):
-            own = tokens_of(quantized.routing, i, held_out)
+            own = tokens_of(quantized.routing, i, held_out, least)
             passing = original.routing.chosen[:, i] | quantized.routing.chosen[:, i]
             if any(map(rounder.is_solved, self._matrices[i])):
                 passing[own.fit] = passing[own.held_out] = True
-                if own.n_routed < FEW_TOKENS:
+                if own.n_routed < least:
                     self.few.append(i)
             tokens = np.flatnonzero(passing)
             kinds = [(held, np.searchsorted(tokens, those)) for held, those in ((False, own.fit), (True, own.held_out))]

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import F32Array
-from w4conv.calibration.calibrator import NORMED_HOOKS, Calibrator, FewTokens, Observed, joined, summed
-from w4conv.calibration.experts import ExpertLayer
+from w4conv.calibration.calibrator import NORMED_HOOKS, Calibrator, Observed, joined, summed
+from w4conv.calibration.experts import ExpertLayer, FewTokens, note_few
 from w4conv.calibration.text import HELD_OUT, CalibrationSet, is_held_out
 from w4conv.container import Layout
 from w4conv.errors import InputError
@@ -55,6 +55,7 @@ class SequentialCalibrator(Calibrator):
         # Of the layer at work: matrices of experts rounded so far, and parts of kept ones.
         self._of_experts: dict[str, list[Solution]] = {}
         self._kept_parts: dict[str, Parts] = {}
+        self.few_tokens: list[FewTokens] = []
 
     def take(self, name: str) -> Solution:
         if self._hidden is None:
@@ -67,6 +68,9 @@ class SequentialCalibrator(Calibrator):
                 self._round_head()
             self._next_layer += 1
         return self._done.pop(name)
+
+    def notes(self) -> list[str]:
+        return [*super().notes(), *note_few(self._spec, self.few_tokens)]
 
     def _start(self) -> None:
         original = self._model.embed(self._sequences)

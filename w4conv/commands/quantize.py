@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w4conv import cpus
 from w4conv.arguments import count, optional_count, path_of
-from w4conv.calibration.calibrator import FewTokens
+from w4conv.calibration.experts import FewTokens
 from w4conv.calibration.resolve import calibration_path, check_calibration, open_calibration, resolve_calibration
 from w4conv.calibration.statistics import Statistics
 from w4conv.commands.options import refuse_idle

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from w4conv import codes, kernels
 from w4conv.arrays import VALUE_DTYPES, Array
-from w4conv.calibration.calibrator import Calibrator, FewTokens, StatisticsCalibrator
+from w4conv.calibration.calibrator import Calibrator, StatisticsCalibrator
+from w4conv.calibration.experts import FewTokens
 from w4conv.calibration.sequential import SequentialCalibrator
 from w4conv.calibration.statistics import Statistics
 from w4conv.container import SIGNATURE, Journal, Writer, stamp
@@ -72,7 +73,8 @@ def write(
             f"{n_underflowed} groups in {n_tensors} tensors hold values so small that their FP16 scale is zero: "
             "they became zeros"
         )
-    return Written(digest, tuple(notes), () if calibrator is None else tuple(calibrator.few_tokens))
+    few = tuple(calibrator.few_tokens) if isinstance(calibrator, SequentialCalibrator) else ()
+    return Written(digest, tuple(notes), few)
 
 
 def _calibrator(
