@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 from helpers import as_dtype, shared_data, write_safetensors
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from w4conv.calibration import builtin
 
 STORY = """Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she \
 found a small red boat under a tree. "Whose boat is this?" she asked. Nobody knew. Lily put the boat on the water, \
@@ -43,9 +46,15 @@ def trained(dtype: str = "f32") -> Path:
     return shared_data("hf", f"stories260K-{dtype}") or _own() / dtype
 
 
-def trained_experts() -> Path:
-    """The directory of a mixture of experts in BF16, always of our own."""
-    return _own() / "experts"
+def trained_experts() -> tuple[Path, str, str]:
+    """The directory of a mixture of experts in BF16, always of our own; the text that it was trained on, and one of the
+    same kind that it has not seen."""
+    return _own() / "experts", *_prose()
+
+
+def _prose() -> tuple[str, str]:
+    text = (Path(builtin.__file__).parent / "texts" / "prose.txt").read_text(encoding="utf-8")
+    return text[: len(text) * 3 // 4], text[len(text) * 3 // 4 :]
 
 
 @cache
@@ -94,13 +103,26 @@ def _make(folder: Path) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SETTINGS))
     experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS))
     story = tokenizer.encode(STORY).ids
-    _train(model, story)
-    _train(experts, story)
+
+    def part_of_story(step: int) -> list[list[int]]:  # from the start, and from places in it
+        start = 0 if step % 2 == 0 else int(torch.randint(1, len(story) - 100, ()))
+        return [[1, *story[1:][start : start + (150 if start == 0 else 80)]]]
+
+    loss = _train(model, STEPS, part_of_story)
+    assert loss < 0.5, "the model has not learned its story"
+    prose_tokenizer = piece_tokenizer(_prose()[0])
+    prose = prose_tokenizer.encode(_prose()[0]).ids
+
+    def parts_of_prose(_: int) -> list[list[int]]:
+        return [prose[i : i + 64] for i in torch.randint(0, len(prose) - 64, (8,)).tolist()]
+
+    loss = _train(experts, 2 * STEPS, parts_of_prose)
+    assert loss < 4.5, "the mixture has learned nothing"  # ln 512 is 6.2
     with torch.no_grad():
         told = model.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=110, pad_token_id=2)
     torch.set_num_threads(threads)
     experts.to(torch.bfloat16).save_pretrained(folder / "experts")
-    tokenizer.save(str(folder / "experts" / "tokenizer.json"))
+    prose_tokenizer.save(str(folder / "experts" / "tokenizer.json"))
     for name, (stored, written) in TYPES.items():
         directory = folder / name
         directory.mkdir(parents=True)
@@ -113,16 +135,16 @@ def _make(folder: Path) -> None:
         (directory / "sample_greedy.txt").write_text(tokenizer.decode(told[0].tolist()))
 
 
-def _train(model: Any, story: list[int]) -> None:
+def _train(model: Any, n_steps: int, batch: Callable[[int], list[list[int]]]) -> float:
+    """The last loss."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
-    for step in range(STEPS):  # from the start of the story, and from places in it
-        start = 0 if step % 2 == 0 else int(torch.randint(1, len(story) - 100, ()))
-        ids = torch.tensor([[1, *story[1:][start : start + (150 if start == 0 else 80)]]])
+    for step in range(n_steps):
+        ids = torch.tensor(batch(step))
         loss = model(ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss.item() < 0.5, "the model has not learned its story"
     model.eval()
+    return float(loss.item())
