@@ -166,7 +166,7 @@ def test_a_budget_of_bits(files: dict[bool, Path], model: Path, tmp_path: Path) 
     with open_source(model) as source:
         spec = LayeredSource(source).spec
         tensors = [t for t in spec.tensors() if t.role == "linear"]
-        sensitivity = Sensitivity(source, tensors, MENU, threads=1, advance=lambda *_: None)
+        sensitivity = Sensitivity(source, [(t,) for t in tensors], MENU, threads=1, advance=lambda *_: None)
         losses = sensitivity.from_statistics(SavedStatistics(files[False]))
         w = source.read(name).astype(np.float64)
     squares = load_file(files[False])["layers.1.down.mean_square"][0].astype(np.float64)
