@@ -231,8 +231,10 @@ def test_experts_equal_the_reference(kind: str, text: Path, tmp_path: Path) -> N
                 a[1] = -1e3
 
     model = make(tmp_path, kind, change)
-    report = quantize(model, tmp_path / "o.w4", calibration=text, method="gptq", group_size=GROUP, **TEXT)
-    quantize(model, tmp_path / "keep.w4", scheme="f32")
+    report = quantize(
+        model, tmp_path / "o.w4", calibration=text, method="gptq", scheme="w4a16", group_size=GROUP, **TEXT
+    )
+    quantize(model, tmp_path / "keep.w4", scheme="f32", effort=0)
     sequences = sequences_of(model, text)
     with open_container(tmp_path / "o.w4") as container, open_container(tmp_path / "keep.w4") as keep:
         want, few = expected(container, keep, sequences)
@@ -262,7 +264,7 @@ def test_streams_are_the_engine_s(text: Path, tmp_path: Path, monkeypatch: pytes
         found.append(tuple(hidden.copy() for hidden in self._hidden))
 
     monkeypatch.setattr(SequentialCalibrator, "_run_layer", keep)
-    quantize(model, tmp_path / "o.w4", calibration=text, embeddings="f32", group_size=32, **TEXT)
+    quantize(model, tmp_path / "o.w4", calibration=text, scheme="w4a16", embeddings="f32", group_size=32, **TEXT)
     sequences = sequences_of(model, text)
     with open_source(model) as source, open_container(tmp_path / "o.w4") as container:
         for i, layered in enumerate((LayeredSource(source), LayeredContainer(container))):
@@ -297,7 +299,9 @@ def test_bytes_depend_on_neither_threads_nor_tier(
         monkeypatch.setenv("W4CONV_ISA", tier)
         for threads in (1, 2):
             out = tmp_path / f"{tier}{threads}.w4"
-            quantize(model, out, method=method, calibration=text, threads=threads, group_size=32, **TEXT)
+            quantize(
+                model, out, method=method, calibration=text, scheme="w4a16", threads=threads, group_size=32, **TEXT
+            )
             made.add(out.read_bytes())
     assert len(made) == 1
 
@@ -306,11 +310,11 @@ def test_bytes_depend_on_neither_threads_nor_tier(
 def test_interrupted_and_resumed(kind: str, text: Path, tmp_path: Path) -> None:
     """Again and again, while attention or experts are rounded, and in the midst of writing a layer."""
     model = make(tmp_path, kind)
-    quantize(model, tmp_path / "whole.w4", calibration=text, **TEXT)
+    quantize(model, tmp_path / "whole.w4", calibration=text, scheme="w4a16", **TEXT)
     out, n, n_stops = tmp_path / "out.w4", 3, 0
     while not out.exists():
         try:
-            quantize(model, out, calibration=text, resume=True, progress=Stop(n), threads=1, **TEXT)
+            quantize(model, out, calibration=text, scheme="w4a16", resume=True, progress=Stop(n), threads=1, **TEXT)
         except KeyboardInterrupt:
             n, n_stops = n + 5, n_stops + 1
     assert out.read_bytes() == (tmp_path / "whole.w4").read_bytes()
@@ -325,7 +329,7 @@ def test_recipes_for_experts_and_routers(text: Path, tmp_path: Path) -> None:
         '[tensors]\n"*.block_sparse_moe.gate.weight" = {scheme = "int8"}\n"*.experts.1.*" = {scheme = "bf16"}\n'
         '"*.experts.2.w1.weight" = {scheme = "int8", method = "rtn"}\n'
     )
-    report = quantize(model, tmp_path / "o.w4", calibration=text, recipe=str(recipe), **TEXT)
+    report = quantize(model, tmp_path / "o.w4", calibration=text, scheme="w4a16", recipe=str(recipe), **TEXT)
     verified = verify(tmp_path / "o.w4", against=model)
     assert verified.ok
     assert {t.scheme for t in report.schemes} >= {"bf16", "int8/g128", "int4/g128"}
@@ -340,8 +344,8 @@ def test_a_trained_mixture_loses_less(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, text in (("seen", seen), ("unseen", unseen)):
         (tmp_path / f"{name}.txt").write_text(text)
     options: dict[str, Any] = {"calibration_tokens": 4096, "calibration_ctx": 64, "calibration": tmp_path / "seen.txt"}
-    quantize(model, tmp_path / "rtn.w4")
-    quantize(model, tmp_path / "best.w4", **options)
+    quantize(model, tmp_path / "rtn.w4", scheme="w4a16", effort=0)
+    quantize(model, tmp_path / "best.w4", scheme="w4a16", **options)
     found = {}
     for name in ("rtn", "best"):
         report = verify(
@@ -358,7 +362,7 @@ def test_a_trained_mixture_loses_less(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_budget_of_bits(kind: str, calibrated: bool, text: Path, tmp_path: Path) -> None:
     """The experts of a layer get one scheme for each part."""
     model = make(tmp_path, kind)
-    options: dict[str, Any] = TEXT | {"calibration": text} if calibrated else {}
+    options: dict[str, Any] = TEXT | {"calibration": text} if calibrated else {"effort": 1}
     report = quantize(model, tmp_path / "o.w4", target_bpw=6, **options)
     assert report.bits_per_weight <= 6
     rules = report.recipe[: report.n_allocated]
@@ -377,7 +381,7 @@ def test_budget_of_bits_beside_a_recipe(tmp_path: Path) -> None:
     model = make(tmp_path, "mixtral")
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[tensors]\n"*.layers.1.*.experts.3.w1.weight" = {group = 64}\n')
-    report = quantize(model, tmp_path / "o.w4", target_bpw=6, recipe=str(recipe))
+    report = quantize(model, tmp_path / "o.w4", target_bpw=6, recipe=str(recipe), effort=1)
     names = [name for name, _ in report.recipe[: report.n_allocated]]
     at = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
     assert [n for n in names if n.endswith("w1.weight")] == [
@@ -385,7 +389,7 @@ def test_budget_of_bits_beside_a_recipe(tmp_path: Path) -> None:
         *(at.format(1, e) for e in (0, 1, 2, 4)),
     ]
     with open_container(tmp_path / "o.w4") as container:
-        assert str(container.tensors[at.format(1, 3)].scheme) == "int4/g64"
+        assert str(container.tensors[at.format(1, 3)].scheme) == "nl4/g64"
 
 
 def test_what_knows_dense_models_only(text: Path, tmp_path: Path) -> None:
@@ -405,7 +409,7 @@ def test_what_knows_dense_models_only(text: Path, tmp_path: Path) -> None:
 def test_experts_quantized_already(text: Path, tmp_path: Path) -> None:
     """Of a GGUF file, whose experts are stacks in 4 bits there; kept or rounded a second time."""
     model = make(tmp_path, "mixtral")
-    quantize(model, tmp_path / "plain.w4", group_size=32)
+    quantize(model, tmp_path / "plain.w4", scheme="w4a16", group_size=32, effort=0)
     export(tmp_path / "plain.w4", tmp_path / "m.gguf", to="gguf")
     report = quantize(tmp_path / "m.gguf", tmp_path / "o.w4", calibration=text, scheme="nl4", group_size=32, **TEXT)
     assert any("rounded a second time" in note for note in report.notes)
@@ -424,4 +428,4 @@ def test_experts_in_mxfp4(kept: bool, text: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "o.w4", against=model).ok
     with open_container(tmp_path / "o.w4") as container:
         scheme = container.tensors["model.layers.1.mlp.experts.down_proj"].scheme
-        assert scheme.kind == ("e2m1" if kept else "int4")
+        assert scheme.kind == ("e2m1" if kept else "nl4")

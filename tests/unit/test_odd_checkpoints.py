@@ -57,7 +57,7 @@ def test_one_tensor_a_shard(tmp_path: Path) -> None:
     many = make_llama_dir(tmp_path / "many", **SHAPE, config={"quantization_config": GPTQ})
     write_shards(many, raw)
     for directory in (one, many):
-        w4conv.quantize(directory, directory.with_suffix(".w4"), effort=0, scheme="w4a16")
+        w4conv.quantize(directory, directory.with_suffix(".w4"), effort=0)
     expected, found = values(tmp_path / "one.w4"), values(tmp_path / "many.w4")
     assert expected.keys() == found.keys()
     assert all(same(found[name], expected[name]) for name in expected)

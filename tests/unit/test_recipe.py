@@ -194,6 +194,6 @@ def test_methods_that_make_no_sense(tmp_path: Path, rule: str, calibrated: bool,
     text, file = tmp_path / "text.txt", tmp_path / "mine.toml"
     text.write_text(WORDS * 60)
     file.write_text(f"[tensors]\n{rule}\n")
-    options: dict[str, Any] = {"calibration": text, **SMALL} if calibrated else {}
+    options: dict[str, Any] = {"calibration": text, **SMALL} if calibrated else {"effort": 0}
     with pytest.raises(UsageError, match=message):
-        quantize(model, tmp_path / "out.w4", recipe=str(file), **options, effort=0, scheme="w4a16")
+        quantize(model, tmp_path / "out.w4", recipe=str(file), **options, scheme="w4a16")

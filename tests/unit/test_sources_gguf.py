@@ -62,7 +62,7 @@ def test_quantized_tensors_are_the_package_s_values_in_checkpoint_order(tmp_path
     with open_source(make_llama_gguf(tmp_path / "m.gguf", qtype=qtype, arch=arch, biases=QKV)) as source:
         for name, values in weights(biases=QKV).items():
             if values.ndim > 1:  # rows are quantized each by itself, so their order does not matter to the values
-                values = dequantize(quantize(values, Q[qtype], effort=0, scheme="w4a16"), Q[qtype])
+                values = dequantize(quantize(values, Q[qtype]), Q[qtype])
                 assert source.tensors[name].stored_as == qtype
             assert source.tensors[name].dtype == "F32"
             got = source.read(name)
@@ -423,7 +423,7 @@ def test_blocks_are_kept_as_codes(tmp_path, qtype, scheme, arch, biases):
     for name, array in expected.items():
         if array.ndim > 1:
             assert str(schemes(tmp_path / "m.w4")[name]) == scheme
-            assert same(found[name], dequantize(quantize(array, Q[qtype], effort=0, scheme="w4a16"), Q[qtype])), name
+            assert same(found[name], dequantize(quantize(array, Q[qtype]), Q[qtype])), name
     assert w4conv.verify(tmp_path / "m.w4", against=path).ok
 
 
