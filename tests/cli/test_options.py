@@ -48,6 +48,7 @@ ALL_ACT: tuple[dict[str, object], ...] = (
         "out": "absent.w4", "html": "absent.html", "calibration": "t", "against": "in", "ppl": True, "text": "t",
         "temperature": 1.0, "to": "safetensors", "shape": "llama-3-8b", "scheme": "w4a16", "chat": True,
     },
+    {"json": True},
 )  # fmt: skip
 
 IDLE = [

@@ -44,7 +44,7 @@ def changed(
 
 
 def weights(z: F32, *, temperature: float, top_k: int, top_p: float, min_p: float) -> list[int]:
-    """Steps 5 to 8: the whole weight of every token, 0 of those that do not remain."""
+    """Steps 5 to 8: the whole weight of every token, 0 for tokens that do not remain."""
     kept = sorted(range(len(z)), key=lambda i: (-z[i], i))
     if top_k:
         kept = kept[:top_k]

@@ -26,7 +26,7 @@ def checked_stops(stop: str | Iterable[str]) -> tuple[str, ...]:
 class StopStrings:
     """Passes a text on in pieces, up to the first stop string. The result does not depend on how it comes in pieces.
 
-    Of several that occur, the one that ends first counts; of those that end together, the longest. found: it, or None.
+    Of several that occur, the one that ends first counts; where several end together, the longest. found: it, or None.
     What may be the beginning of one is kept until it is known.
     """
 
