@@ -34,9 +34,7 @@ _BLOCK_TOKENS: Final = 512  # summed together
 
 Indices = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
-Kinds = Sequence[
-    tuple[bool, Indices]
-]  # whether they are held out, and places of tokens among those that pass an expert
+Kinds = Sequence[tuple[bool, Indices]]  # whether held out, and places among the tokens that pass an expert
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,8 +141,9 @@ def quantize(
     3 32768) are used, in sequences of calibration_ctx (512, or what the model can take) spread over the text.
     "builtin", which is the default, is the set that comes with w4conv; a file of that name is "./builtin", or a Path.
     Or a file of statistics (`w4conv calibrate`), or an importance matrix of llama.cpp: then each matrix is rounded for
-    its inputs in the source. gptq and best need statistics with second moments; without them None means awq.
-    special_tokens: "parse" (the default) or "text", how those that a text spells are read.
+    its inputs in the source. gptq and best need statistics with second moments; without them None means awq. A mixture
+    of experts needs a text: each expert is rounded for the tokens routed to it. special_tokens: "parse" (the default)
+    or "text", how those that a text spells are read.
 
     requantize: agree that a checkpoint already quantized is rounded a second time where its codes cannot be kept; or
     give a scheme. GGUF files need no such word, the report says what was rounded again.
