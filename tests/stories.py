@@ -101,7 +101,6 @@ def _make(folder: Path) -> None:
     torch.set_num_threads(1)  # more are slower on something this small
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SETTINGS))
-    experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS))
     story = tokenizer.encode(STORY).ids
 
     def part_of_story(step: int) -> list[list[int]]:  # from the start, and from places in it
@@ -110,6 +109,10 @@ def _make(folder: Path) -> None:
 
     loss = _train(model, STEPS, part_of_story)
     assert loss < 0.5, "the model has not learned its story"
+    with torch.no_grad():
+        told = model.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=110, pad_token_id=2)
+    torch.manual_seed(0)
+    experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS))
     prose_tokenizer = piece_tokenizer(_prose()[0])
     prose = prose_tokenizer.encode(_prose()[0]).ids
 
@@ -118,8 +121,6 @@ def _make(folder: Path) -> None:
 
     loss = _train(experts, 2 * STEPS, parts_of_prose)
     assert loss < 4.5, "the mixture has learned nothing"  # ln 512 is 6.2
-    with torch.no_grad():
-        told = model.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=110, pad_token_id=2)
     torch.set_num_threads(threads)
     experts.to(torch.bfloat16).save_pretrained(folder / "experts")
     prose_tokenizer.save(str(folder / "experts" / "tokenizer.json"))
